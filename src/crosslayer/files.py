@@ -14,7 +14,7 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
 UNFINISHED_SUFFIX = ".part"  # of a file or a folder until it is renamed
-JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
+_JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
 
 def short_digest(text: str, length: int = 16) -> str:
@@ -172,7 +172,7 @@ def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
         raise ValueError(f"{source}: not JSON ({error})") from None
     if not isinstance(value, kind):
         raise ValueError(
-            f"{source}: expected {JSON_KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
+            f"{source}: expected {_JSON_KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
         )
     return value
 

@@ -18,7 +18,7 @@ from .ops.dispatch import uses_kernel
 
 # The norms that kernels can fuse: the name of their eps, and whether they subtract the mean. They
 # are known by their forward: a subclass may only add how it is initialised, as torchtitan's does.
-FUSABLE_NORMS: dict[Any, tuple[str, bool]] = {
+_FUSABLE_NORMS: dict[Any, tuple[str, bool]] = {
     nn.RMSNorm.forward: ("eps", False),
     nn.LayerNorm.forward: ("eps", True),
 }
@@ -78,10 +78,10 @@ def norm_spec_of(norm: Any) -> NormSpec | None:
     That is a norm with hooks, of an unknown class, or with a weight that is no parameter.
     """
     host = resolve_host_norm(norm)
-    if has_hooks(norm) or has_hooks(host):
+    if _has_hooks(norm) or _has_hooks(host):
         return None
     host_class: Any = original_class(host)
-    eps_name, centred = FUSABLE_NORMS.get(host_class.forward, ("", False))
+    eps_name, centred = _FUSABLE_NORMS.get(host_class.forward, ("", False))
     if _is_transformers_rms_norm(host):
         eps_name = "variance_epsilon"
     weight = getattr(host, "weight", None)
@@ -107,7 +107,7 @@ def stream_norm_spec(norm: Any) -> NormSpec | None:
     return spec
 
 
-def has_hooks(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's `forward`."""
     hooks = (
         module._forward_hooks,

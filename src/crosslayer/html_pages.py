@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-STYLE = """
+_STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1a1a1a; --faint: #595959; --line: #ddd; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #16181c; --ink: #e6e6e6; --faint: #a0a0a0; --line: #3a3d42; } }
@@ -29,7 +29,7 @@ def render_page(title: str, setup: str, body: str) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <p>{escape(setup)}</p>
 {body}
@@ -43,7 +43,7 @@ def render_table(columns: Iterable[str], rows: Iterable[Sequence[str]], style: s
     Args:
         columns: their titles.
         rows: the texts of each.
-        style: a class of `STYLE`, like "numbers".
+        style: a class of `_STYLE`, like "numbers".
     """
     head = "".join(f"<th>{escape(title)}</th>" for title in columns)
     body = ""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy
 
 # Student's t, 97.5 %, for 1, 2, … degrees of freedom
-T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-NORMAL_QUANTILE = 1.95996  # 97.5 %
+_T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+_NORMAL_QUANTILE = 1.95996  # 97.5 %
 
 
 class Interval(NamedTuple):
@@ -74,9 +74,9 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 def t_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t; above 10 by its expansion in 1 / freedom."""
-    if freedom <= len(T_QUANTILES):
-        return T_QUANTILES[freedom - 1]
-    z = NORMAL_QUANTILE
+    if freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[freedom - 1]
+    z = _NORMAL_QUANTILE
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

@@ -24,7 +24,7 @@ from .validation import did_you_mean
 
 ENTRY_POINT_GROUP = "crosslayer.connections"
 # Names under which connections were saved before they had their papers' names.
-FORMER_NAMES = {"gains": "skip_gain", "residual_dual": "resi_dual"}
+_FORMER_NAMES = {"gains": "skip_gain", "residual_dual": "resi_dual"}
 _registered: dict[str, type[Connection[Any]]] = {}
 
 
@@ -51,9 +51,10 @@ def register_connection(name: str, method: type[Connection[Any]]) -> None:
             "name must be of ASCII letters, digits and _, and no word of Python's, like 'laurel', "
             f"got {name!r}"
         )
-    if name in FORMER_NAMES:
+    if name in _FORMER_NAMES:
         raise ValueError(
-            f"{name!r} is a former name of crosslayer's {FORMER_NAMES[name]!r}; choose another name"
+            f"{name!r} is a former name of crosslayer's {_FORMER_NAMES[name]!r}; "
+            "choose another name"
         )
     if name in _own_names():
         raise ValueError(f"crosslayer has a connection {name!r} already; choose another name")
@@ -77,7 +78,7 @@ def current_name(name: str) -> str:
     Raises:
         ValueError: it is unknown.
     """
-    name = FORMER_NAMES.get(name, name)
+    name = _FORMER_NAMES.get(name, name)
     if name not in available():
         raise ValueError(
             f"unknown connection {name!r}{did_you_mean(name, available())}; "
@@ -141,7 +142,7 @@ def _method_of_file(name: str) -> type[Connection[Any]]:
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
-    taken = dict.fromkeys([*_own_names(), *FORMER_NAMES], "crosslayer")
+    taken = dict.fromkeys([*_own_names(), *_FORMER_NAMES], "crosslayer")
     for point in entry_points(group=ENTRY_POINT_GROUP):
         package = point.dist.name if point.dist else point.module
         problem = ""

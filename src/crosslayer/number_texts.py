@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from .intervals import Interval, MeanStd
 
 NOT_KNOWN = "–"
-TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+_TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 def format_size(parameters: float) -> str:
@@ -26,7 +26,7 @@ def format_number(value: float) -> str:
 
 def choose_time_unit(seconds: float) -> tuple[float, str]:
     """The seconds of the largest unit of which there are two at least, and its name."""
-    return next((pair for pair in TIME_UNITS if seconds >= 2 * pair[0]), TIME_UNITS[-1])
+    return next((pair for pair in _TIME_UNITS if seconds >= 2 * pair[0]), _TIME_UNITS[-1])
 
 
 def format_duration(seconds: float) -> str:

@@ -10,9 +10,9 @@ BLACK = "#000000"
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS = [*HUES, BLACK]
 STYLES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D")
-TITLE_WIDTH = 46  # characters in a line of a panel's title
-AXIS_WIDTH = 36  # in a line of an axis's name
+_MARKERS = ("o", "s", "^", "D")
+_TITLE_WIDTH = 46  # characters in a line of a panel's title
+_AXIS_WIDTH = 36  # in a line of an axis's name
 METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}}  # the same file each day
 
 DrawPanel = Callable[[Any], None]  # draws on the axes of one panel
@@ -26,7 +26,7 @@ def line_look(number: int) -> dict[str, str]:
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": STYLES[repeats % len(STYLES)],
-        "marker": MARKERS[repeats % len(MARKERS)],
+        "marker": _MARKERS[repeats % len(_MARKERS)],
     }
 
 
@@ -67,10 +67,10 @@ def render_figure(
         figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, (title, draw) in zip(all_axes, panels, strict=False):
-            axes.set_title(fill(title, TITLE_WIDTH))
+            axes.set_title(fill(title, _TITLE_WIDTH))
             draw(axes)
-            axes.set_xlabel(fill(axes.get_xlabel(), AXIS_WIDTH))
-            axes.set_ylabel(fill(axes.get_ylabel(), AXIS_WIDTH))
+            axes.set_xlabel(fill(axes.get_xlabel(), _AXIS_WIDTH))
+            axes.set_ylabel(fill(axes.get_ylabel(), _AXIS_WIDTH))
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
         figure.draw_without_rendering()

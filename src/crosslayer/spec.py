@@ -27,7 +27,7 @@ from .validation import (
     parse_dtype,
 )
 
-COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
+_COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
 _STREAM_DTYPE: Any = Literal[*DTYPES] | None
 
 
@@ -72,7 +72,7 @@ class ConnectionSpec:
                 f"the class {norm.__name__}"
             )
         method_options = {
-            key: value for key, value in self.options.items() if key not in COMMON_OPTIONS
+            key: value for key, value in self.options.items() if key not in _COMMON_OPTIONS
         }
         try:
             connection = self.method(site, dim, norm, **method_options)
@@ -109,7 +109,7 @@ def check_norm_factory(norm: object, example: str) -> None:
 
 
 def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
-    """A method's own options and their defaults, without those of `COMMON_OPTIONS`."""
+    """A method's own options and their defaults, without those of `_COMMON_OPTIONS`."""
     inherited = inspect.signature(Connection).parameters
     options = {}
     for name, parameter in inspect.signature(method).parameters.items():
@@ -121,7 +121,7 @@ def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
 
 def all_options(spec: ConnectionSpec) -> dict[str, Any]:
     """The options of a spec, with the defaults of those it leaves out."""
-    return COMMON_OPTIONS | default_options(spec.method) | spec.options
+    return _COMMON_OPTIONS | default_options(spec.method) | spec.options
 
 
 def is_same_connection(first: "str | ConnectionSpec", second: "str | ConnectionSpec") -> bool:
@@ -165,8 +165,8 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
         spec_options[key] = dtype_name(value) if isinstance(value, torch.dtype) else value
     method = ConnectionSpec(name).method
     own_options = default_options(method)
-    check_options(name, own_options, {*COMMON_OPTIONS, "options"})
-    known = own_options | COMMON_OPTIONS
+    check_options(name, own_options, {*_COMMON_OPTIONS, "options"})
+    known = own_options | _COMMON_OPTIONS
     try:
         annotations = get_type_hints(method.__init__) | {"stream_dtype": _STREAM_DTYPE}
     except NameError as error:

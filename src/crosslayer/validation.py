@@ -19,7 +19,7 @@ Choice = TypeVar("Choice")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # The kinds of options' values in words, for errors.
-KIND_NAMES: dict[type, str] = {
+_KIND_NAMES: dict[type, str] = {
     bool: "True or False",
     int: "a whole number",
     float: "a finite number",
@@ -31,10 +31,10 @@ KIND_NAMES: dict[type, str] = {
     NoneType: "None",
 }
 LARGEST_SIZE = 2**31 - 1  # of an option
-LARGEST_SEED = 2**63 - 1
+_LARGEST_SEED = 2**63 - 1
 MAX_LAYERS = 10_000
-MAX_PLAIN_VALUES = 100_000  # in one file or option: no recipe has as many
-MAX_PLAIN_DEPTH = 50
+_MAX_PLAIN_VALUES = 100_000  # in one file or option: no recipe has as many
+_MAX_PLAIN_DEPTH = 50
 
 
 def check_counts(**counts: int) -> None:
@@ -67,8 +67,8 @@ def has_surrogate(text: str) -> bool:
 
 def check_seed(seed: int) -> None:
     """Raise a ValueError for a seed that torch's generator does not take."""
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {seed}")
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to {_LARGEST_SEED}, got {seed}")
 
 
 def check_idle_options(method: type, cause: str, **options: Any) -> None:
@@ -111,15 +111,15 @@ def check_plain(name: str, value: object) -> None:
         name: of the file or the option, for the message.
         value: what was read.
     """
-    left = MAX_PLAIN_VALUES
+    left = _MAX_PLAIN_VALUES
 
     def visit(value: object, depth: int) -> None:
         nonlocal left
         left -= 1
         if left < 0:
-            raise ValueError(f"{name}: more than {MAX_PLAIN_VALUES:,} values, with its aliases")
-        if depth > MAX_PLAIN_DEPTH:
-            raise ValueError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH} levels")
+            raise ValueError(f"{name}: more than {_MAX_PLAIN_VALUES:,} values, with its aliases")
+        if depth > _MAX_PLAIN_DEPTH:
+            raise ValueError(f"{name}: nested deeper than {_MAX_PLAIN_DEPTH} levels")
         if isinstance(value, dict):
             for key, item in value.items():
                 if not isinstance(key, str):
@@ -188,7 +188,7 @@ def _describe_kind(kind: Any) -> str:
     parts = get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
-    words = KIND_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
+    words = _KIND_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
     if origin is list or (origin is tuple and parts[1:] == (...,)):
         words += f", each item {_describe_kind(parts[0])}"
     elif origin is tuple and parts:

@@ -10,7 +10,7 @@ from .options import make_parser
 if TYPE_CHECKING:
     from ..data.token_streams import ProgressCallback, StreamCounts
 
-SHOWN_IDS = 20  # of each set, as text: a wrong tokenizer shows
+_SHOWN_IDS = 20  # of each set, as text: a wrong tokenizer shows
 COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
 
 
@@ -102,7 +102,7 @@ def _show(folder: str) -> None:
     tokenizer = prepared.tokenizer
     lines = [f"Tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocab:,}, {tokenizer.digest}."]
     for name, stream in prepared.streams.items():
-        first = stream.window(0, min(SHOWN_IDS, len(stream))).numpy()
+        first = stream.window(0, min(_SHOWN_IDS, len(stream))).numpy()
         lines.append(f"{name} begins with {tokenizer.decode(first)!r}")
     for line in lines:
         console.print(line, soft_wrap=True)

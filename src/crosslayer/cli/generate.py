@@ -7,7 +7,7 @@ from ..validation import check_non_negative, check_positive, check_seed, has_sur
 from .console import silence_libraries
 from .options import add_model_options, choose_device, make_parser, parse_model_dtype
 
-LOWEST_TEMPERATURE = 1e-6  # what is divided by a lower one may overflow
+_LOWEST_TEMPERATURE = 1e-6  # what is divided by a lower one may overflow
 
 
 def parser() -> Any:
@@ -43,9 +43,9 @@ def run(options: Any) -> int:
 
     check_positive(max_new_tokens=options.max_new_tokens)
     check_non_negative(temperature=options.temperature)
-    if 0 < options.temperature < LOWEST_TEMPERATURE:
+    if 0 < options.temperature < _LOWEST_TEMPERATURE:
         raise ValueError(
-            f"temperature must be 0 or at least {LOWEST_TEMPERATURE}, got {options.temperature}"
+            f"temperature must be 0 or at least {_LOWEST_TEMPERATURE}, got {options.temperature}"
         )
     check_seed(options.seed)
     if not 0 < options.top_p <= 1:

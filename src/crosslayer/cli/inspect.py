@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..inspect.report import TrainingReport
     from ..inspect.sections import Section, TrainingView
 
-TRAINING = "training"  # stands for all views of training in --sections
+_TRAINING = "training"  # stands for all views of training in --sections
 
 
 def parser() -> Any:
@@ -179,7 +179,7 @@ def _check_sources(
     if not models and (choice.names_each or not views) and sections:
         raise ValueError(
             f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
-            f"compare keeps none); --sections {TRAINING} draws the views of training"
+            f"compare keeps none); --sections {_TRAINING} draws the views of training"
         )
     if not runs and choice.names_each and views:
         raise ValueError(
@@ -318,7 +318,7 @@ def _choose_sections(words: list[str]) -> _SectionChoice:
     known = {
         "all": [*views, *(section.name for section in SECTIONS)],
         "standard": [*views, *(section.name for section in SECTIONS if section.is_standard)],
-        TRAINING: views,
+        _TRAINING: views,
     }
     known |= {name: [name] for name in known["all"]}
     names = [name for word in words for name in word.split(",") if name]

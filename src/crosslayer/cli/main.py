@@ -15,11 +15,11 @@ from .. import __version__, cli
 from ..errors import error_in_one_line, is_out_of_memory
 from ..validation import describe_wrong_value, did_you_mean
 
-HELPERS = ("main", "console", "options")
-MESSAGE_LENGTH = 1000
+_HELPERS = ("main", "console", "options")
+_MESSAGE_LENGTH = 1000
 # How to write an option of several values, by its type.
-SYNTAX_HINTS = {dict: "; write {}.NAME=VALUE", list: "; write {}+=VALUE for each"}
-COMMANDS = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in HELPERS)
+_SYNTAX_HINTS = {dict: "; write {}.NAME=VALUE", list: "; write {}+=VALUE for each"}
+COMMANDS = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in _HELPERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +75,11 @@ def _place_in_method(error: BaseException) -> str:
 
 
 def _shorten(message: str) -> str:
-    """At most `MESSAGE_LENGTH` characters of one line: a value in it may be of any length."""
+    """At most `_MESSAGE_LENGTH` characters of one line: a value in it may be of any length."""
     message = " ".join(message.split())
-    if len(message) <= MESSAGE_LENGTH:
+    if len(message) <= _MESSAGE_LENGTH:
         return message
-    half = MESSAGE_LENGTH // 2
+    half = _MESSAGE_LENGTH // 2
     return f"{message[:half]} … {message[-half:]}"
 
 
@@ -159,7 +159,7 @@ def _plain_message(message: str, command: str | None, actions: list[Any]) -> str
         for action in actions:
             if action.dest == match[1]:
                 name = action.option_strings[0] if action.option_strings else match[1]
-                hint = SYNTAX_HINTS.get(get_origin(action._typehint), "").format(name)
+                hint = _SYNTAX_HINTS.get(get_origin(action._typehint), "").format(name)
                 return describe_wrong_value(name, match[2], action._typehint) + hint
     return message
 

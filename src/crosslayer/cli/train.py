@@ -77,7 +77,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
         folder = default_folder("train", [settings.identity(), arm.connection, seed])
     else:
         folder = Path(out)
-    check_out_folder(folder)
+    _check_out_folder(folder)
     check_out_of_data(folder, settings.data, recipe.task)
     examples = load_examples(settings, recipe.task)
 
@@ -159,7 +159,7 @@ def _losses_text(result: "RunResult") -> str:
     return ", ".join(losses)
 
 
-def check_out_folder(folder: Path) -> None:
+def _check_out_folder(folder: Path) -> None:
     """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
     check_no_file(folder)
     has_other_model = (folder / TRAINED_MODEL_FOLDER).exists() and not is_run_folder(folder)

@@ -33,8 +33,8 @@ from .rows import (
 )
 
 
-class SiteNames(NamedTuple):
-    """Names of a site's tensors; {l} is the layer and {p} one of `PARAMETERS`."""
+class _SiteNames(NamedTuple):
+    """Names of a site's tensors; {l} is the layer and {p} one of `_PARAMETERS`."""
 
     attention: str
     mlp: str
@@ -42,11 +42,11 @@ class SiteNames(NamedTuple):
 
 
 NAMES = {
-    "released": SiteNames("layers.{l}.hc_attn_{p}", "layers.{l}.hc_ffn_{p}", "hc_head_{p}"),
-    "transformers": SiteNames("layers.{l}.attn_hc.{p}", "layers.{l}.ffn_hc.{p}", "hc_head.hc_{p}"),
+    "released": _SiteNames("layers.{l}.hc_attn_{p}", "layers.{l}.hc_ffn_{p}", "hc_head_{p}"),
+    "transformers": _SiteNames("layers.{l}.attn_hc.{p}", "layers.{l}.ffn_hc.{p}", "hc_head.hc_{p}"),
 }
-PARAMETERS = ("fn", "base", "scale")
-CONFIG_OPTIONS = {
+_PARAMETERS = ("fn", "base", "scale")
+_CONFIG_OPTIONS = {
     "hc_mult": "streams",
     "hc_sinkhorn_iters": "iterations",
     "hc_eps": "eps",
@@ -66,7 +66,7 @@ def spec_from_config(config: Mapping[str, Any], **options: Any) -> ConnectionSpe
     """
     default = default_options(make("mhc").method)
     described = {}
-    for key, option in CONFIG_OPTIONS.items():
+    for key, option in _CONFIG_OPTIONS.items():
         if key in config:
             check_option_type(f"config.json: {key}", config[key], type(default[option]))
             described[option] = config[key]
@@ -101,14 +101,14 @@ def load_connections(
     expected = {row.source for row in rows}
     given = {name: tensor for name, tensor in tensors.items() if name in expected}
     if has_head:
-        head_rows = rows[-len(PARAMETERS) :]
+        head_rows = rows[-len(_PARAMETERS) :]
         if not any(row.source in given for row in head_rows):
             raise ValueError(
                 f"these tensors have no head, which {str(spec)!r} needs; "
                 "DeepSeek-V4.1's spec is 'mhc(single_pass=True)'"
             )
     check_names(expected, given)
-    sublayer_rows = rows[: 2 * layers * len(PARAMETERS)]
+    sublayer_rows = rows[: 2 * layers * len(_PARAMETERS)]
     for row in sublayer_rows:
         fn = given[row.source]
         if not row.target.endswith(".fn"):
@@ -143,7 +143,7 @@ def save_connections(
     return convert_tensors(reverse_rows(rows), join_sites(parameters.sites))
 
 
-def _mhc_rows(names: SiteNames, layers: int, has_head: bool, prefix: str) -> list[TensorRow]:
+def _mhc_rows(names: _SiteNames, layers: int, has_head: bool, prefix: str) -> list[TensorRow]:
     site_names = []
     for l in range(layers):
         for name in (names.attention, names.mlp):
@@ -152,7 +152,7 @@ def _mhc_rows(names: SiteNames, layers: int, has_head: bool, prefix: str) -> lis
         site_names.append(names.head)
     rows = []
     for site, name in enumerate(site_names):
-        for p in PARAMETERS:
+        for p in _PARAMETERS:
             rows += prefix_rows(expand_rows([TensorRow(name, p)], p=p), prefix, f"{site}.")
     return rows
 
@@ -171,7 +171,7 @@ def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
     return n, fn_rows, has_head
 
 
-def _find_names(tensors: Mapping[str, Tensor]) -> tuple[SiteNames, str]:
+def _find_names(tensors: Mapping[str, Tensor]) -> tuple[_SiteNames, str]:
     """The names that the tensors have, and the prefix before `layers`."""
     first_names = []
     for names in NAMES.values():

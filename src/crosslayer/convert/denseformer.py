@@ -23,7 +23,7 @@ from .rows import (
     split_sites,
 )
 
-ALPHA = TensorRow("alphas.{i}.weight", "{site}.alpha", DROP_FIRST_AXIS)
+_ALPHA = TensorRow("alphas.{i}.weight", "{site}.alpha", DROP_FIRST_AXIS)
 
 
 def load_connections(
@@ -83,5 +83,5 @@ def save_connections(parameters: ConnectionParameters) -> dict[str, Tensor]:
 def _alpha_rows(blocks: int, period: int, sublayers: int) -> list[TensorRow]:
     rows = []
     for i in range(period, blocks + 1, period):
-        rows += expand_rows([ALPHA], i=i - 1, site=i * sublayers)
+        rows += expand_rows([_ALPHA], i=i - 1, site=i * sublayers)
     return rows

@@ -48,7 +48,7 @@ def _weight_to_gamma(weight: Tensor) -> TensorTuple:
     return ((weight.double() - 1).float(),)
 
 
-GAMMA = TensorChange(_gamma_to_weight, _weight_to_gamma)
+_GAMMA = TensorChange(_gamma_to_weight, _weight_to_gamma)
 ROWS = (
     TensorRow("static_alpha", "static_alpha"),
     TensorRow("static_beta", "static_beta"),
@@ -56,11 +56,11 @@ ROWS = (
     TensorRow("dynamic_beta_fn", "dynamic_beta_fn"),
     TensorRow("dynamic_alpha_scale", "dynamic_alpha_scale", SCALAR_TO_VECTOR),
     TensorRow("dynamic_beta_scale", "dynamic_beta_scale", SCALAR_TO_VECTOR),
-    TensorRow("norm.gamma", "norm_weight", GAMMA),
+    TensorRow("norm.gamma", "norm_weight", _GAMMA),
 )
-NORM_EPS = 1e-24
+_NORM_EPS = 1e-24
 # a tensor that only a variant without counterpart has
-FOREIGN_VARIANTS = {
+_FOREIGN_VARIANTS = {
     "pre_branch_scale": "ManifoldConstrainedHyperConnections",
     "stream_embed": "StreamEmbed",
 }
@@ -84,7 +84,7 @@ def load_connections(
     """
     of_modules = select_modules(tensors, prefixes)
     for name in of_modules:
-        variant = FOREIGN_VARIANTS.get(name.rsplit(".", 1)[-1])
+        variant = _FOREIGN_VARIANTS.get(name.rsplit(".", 1)[-1])
         if variant is not None:
             raise ValueError(
                 f"{name!r} is of {variant}, which has no counterpart here; "
@@ -101,7 +101,7 @@ def load_connections(
     n = of_modules[prefixes[0] + "static_beta"].numel()
     _check_module_shapes(of_modules, prefixes, n)
     sites = split_sites(convert_tensors(rows, of_modules), len(prefixes) + 1)
-    spec = short_spec("hyper", streams=n, stats="rmsnorm", tanh=tanh, eps=NORM_EPS)
+    spec = short_spec("hyper", streams=n, stats="rmsnorm", tanh=tanh, eps=_NORM_EPS)
     return ConnectionParameters(spec, sites, {})
 
 
@@ -117,10 +117,10 @@ def save_connections(
     spec = make(parameters.spec)
     options = all_options(spec)
     is_of_package = spec.name == "hyper" and options["dynamic"]
-    is_of_package = is_of_package and options["stats"] == "rmsnorm" and options["eps"] == NORM_EPS
+    is_of_package = is_of_package and options["stats"] == "rmsnorm" and options["eps"] == _NORM_EPS
     if not is_of_package:
         raise ValueError(
-            f"the package has only \"hyper(stats='rmsnorm', eps={NORM_EPS})\", got {str(spec)!r}"
+            f"the package has only \"hyper(stats='rmsnorm', eps={_NORM_EPS})\", got {str(spec)!r}"
         )
     check_prefixes(prefixes, sublayers=len(parameters.sites) - 1)
     with torch.no_grad():

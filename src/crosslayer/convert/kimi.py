@@ -30,13 +30,13 @@ from .rows import (
     split_sites,
 )
 
-POOL = (
+_POOL = (
     TensorRow("{pool}_proj.weight", "query", DROP_FIRST_AXIS),
     TensorRow("{pool}_norm.weight", "key_norm"),
 )
-ATTENTION_POOL = "layers.{l}.self_attention_res"
-MLP_POOL = "layers.{l}.mlp_res"
-READOUT_POOL = "output_attn_res"
+_ATTENTION_POOL = "layers.{l}.self_attention_res"
+_MLP_POOL = "layers.{l}.mlp_res"
+_READOUT_POOL = "output_attn_res"
 
 
 def load_connections(
@@ -65,7 +65,7 @@ def load_connections(
     of_pools = {name: tensor for name, tensor in tensors.items() if name in names}
     sites = split_sites(convert_tensors(rows, of_pools), 2 * layers + 1)
     unused = {}
-    for row in expand_rows(POOL, pool=ATTENTION_POOL.format(l=0)):
+    for row in expand_rows(_POOL, pool=_ATTENTION_POOL.format(l=0)):
         if prefix + row.source in tensors:
             unused[row.source] = tensors[prefix + row.source]
     spec = short_spec("attnres", block_size=2 * attn_res_block_size, eps=rms_norm_eps)
@@ -93,10 +93,10 @@ def save_connections(parameters: ConnectionParameters, prefix: str = "") -> dict
 def _pool_rows(layers: int, prefix: str) -> list[TensorRow]:
     pools = []
     for l in range(layers):
-        pools += [ATTENTION_POOL.format(l=l), MLP_POOL.format(l=l)]
-    pools.append(READOUT_POOL)
+        pools += [_ATTENTION_POOL.format(l=l), _MLP_POOL.format(l=l)]
+    pools.append(_READOUT_POOL)
     rows = []
     for site, pool in enumerate(pools):
         if site > 0:  # The first site has one source and no parameters.
-            rows += prefix_rows(expand_rows(POOL, pool=pool), prefix, f"{site}.")
+            rows += prefix_rows(expand_rows(_POOL, pool=pool), prefix, f"{site}.")
     return rows

@@ -76,15 +76,15 @@ SHARED_DEFAULTS: ConfigDict = {
 }
 SHARED_FIXED: ConfigDict = {"dense_type": "qkvr", "dynamic_dense": True, "sepln": True}
 SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The reference's config class replaces it by dim / n_head, whatever config.json says.
-IGNORED = "head_dim"
-DENSE_OPTIONS = ("dense_type", "dynamic_dense", "sepln")  # ignored where dense=False
+_IGNORED = "head_dim"
+_DENSE_OPTIONS = ("dense_type", "dynamic_dense", "sepln")  # ignored where dense=False
 # The residual stream is r in the reference, m in the authors' JAX trainer and in crosslayer 0.1.
-DENSE_TYPE_ALIASES = {"qkvm": "qkvr"}
+_DENSE_TYPE_ALIASES = {"qkvm": "qkvr"}
 # A checkpoint with dense=False contains these tensors, and the reference never reads them.
 IDLE_TENSORS = ("dense_bs.", "dynamic_dense.")
-DENSE_ROWS = (
+_DENSE_ROWS = (
     TensorRow("dense_bs.{l}", "a"),
     TensorRow("dynamic_dense.{l}.w1.weight", "W1", TRANSPOSE),
     TensorRow("dynamic_dense.{l}.w2.weight", "W2", TRANSPOSE),
@@ -99,12 +99,12 @@ def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> Config
             here. The message starts with "config.json".
     """
     config = dict(layout.defaults)
-    config.update({name: value for name, value in given.items() if name != IGNORED})
+    config.update({name: value for name, value in given.items() if name != _IGNORED})
     _check_types(config, layout)
     for name, default in layout.defaults.items():
         if isinstance(default, float):  # transformers takes no whole number for one
             config[name] = float(config[name])
-    config["dense_type"] = DENSE_TYPE_ALIASES.get(config["dense_type"], config["dense_type"])
+    config["dense_type"] = _DENSE_TYPE_ALIASES.get(config["dense_type"], config["dense_type"])
     if config["intermediate_size"] is None:
         check_positive(**{"config.json: dim": config["dim"]})
         config["intermediate_size"] = layout.default_width(config["dim"])
@@ -113,7 +113,7 @@ def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> Config
     for name in (*SIZES, "n_local_heads"):
         check_positive(**{f"config.json: {name}": config[name]})
     for name, value in layout.fixed.items():
-        is_ignored = name in DENSE_OPTIONS and not config["dense"]
+        is_ignored = name in _DENSE_OPTIONS and not config["dense"]
         if config[name] != value and not is_ignored:
             raise ValueError(
                 f"config.json: {name} must be {value!r} in this layout, got {config[name]!r}"
@@ -162,7 +162,7 @@ def _check_shape(config: Mapping[str, Any]) -> None:
 
 
 def _check_tokens(config: Mapping[str, Any]) -> None:
-    for name in TOKEN_IDS:
+    for name in _TOKEN_IDS:
         value = config[name]
         if value is None:
             continue
@@ -186,7 +186,7 @@ def shared_host_config(config: ConfigDict) -> ConfigDict:
         "crosslayer": str(connection_spec(config)),
         "crosslayer_widths": mlp_widths(config),
     }
-    for name in TOKEN_IDS:
+    for name in _TOKEN_IDS:
         settings[name] = config[name]
     return settings
 
@@ -212,7 +212,7 @@ def shared_published_config(config: PreTrainedConfig) -> ConfigDict:
         "round64": bool(spec.options.get("round64")),
         "expand_last": bool(spec.options.get("expand_last")),
     }
-    for name in TOKEN_IDS:
+    for name in _TOKEN_IDS:
         published[name] = getattr(config, name, None)
     return published
 
@@ -262,7 +262,7 @@ def dense_rows(config: ConfigDict, backbone: str, final_norm: str) -> list[Tenso
     sites.append(f"{final_norm}.connection.")
     rows = []
     for l, site in enumerate(sites):
-        rows += prefix_rows(expand_rows(DENSE_ROWS, l=l), "", site)
+        rows += prefix_rows(expand_rows(_DENSE_ROWS, l=l), "", site)
     return rows
 
 

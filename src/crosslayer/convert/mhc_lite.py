@@ -90,7 +90,7 @@ def _streams_of_rows(rows: Tensor) -> int:
     return math.isqrt(len(rows) + 1) - 1
 
 
-MHC_ROWS: tuple[TensorRow, ...] = (
+_MHC_ROWS: tuple[TensorRow, ...] = (
     TensorRow("static_alpha static_beta", "base", TensorChange(_join_bias, _split_bias)),
     TensorRow(
         "pre_branch_scale h_post_scale residual_scale",
@@ -103,7 +103,7 @@ MHC_ROWS: tuple[TensorRow, ...] = (
         TensorChange(_join_projections, _split_projections),
     ),
 )
-LITE_ROWS: tuple[TensorRow, ...] = (
+_LITE_ROWS: tuple[TensorRow, ...] = (
     TensorRow("static_alpha", "static_alpha"),
     TensorRow("static_beta", "static_beta"),
     TensorRow("dynamic_alpha_fn", "dynamic_alpha_fn"),
@@ -132,7 +132,7 @@ def load_connections(
     of_modules = select_modules(tensors, prefixes)
     first_alpha = of_modules.get(prefixes[0] + "static_alpha")
     is_lite = first_alpha is not None and first_alpha.ndim == 1
-    rows = rows_of_modules(LITE_ROWS if is_lite else MHC_ROWS, prefixes)
+    rows = rows_of_modules(_LITE_ROWS if is_lite else _MHC_ROWS, prefixes)
     check_names([name for row in rows for name in row.source.split()], of_modules)
     n = of_modules[prefixes[0] + "static_beta"].numel()
     _check_modules(of_modules, prefixes, n, is_lite)
@@ -163,9 +163,9 @@ def save_connections(
     check_prefixes(prefixes, sublayers=len(sites))
     with torch.no_grad():
         tensors = join_sites(sites)
-        rows = LITE_ROWS
+        rows = _LITE_ROWS
         if spec.name == "mhc":
-            rows = MHC_ROWS
+            rows = _MHC_ROWS
             for k, site in enumerate(sites):
                 tensors[f"{k}.gamma"] = torch.zeros_like(site["fn"][0])
             tensors |= parameters.unused

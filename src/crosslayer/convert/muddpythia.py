@@ -52,7 +52,7 @@ THREE_NORMS = (  # of q, k and v
 )
 
 # Options that this layout alone has, with the one value of each that can be represented here.
-OWN_FIXED: ConfigDict = {"use_linear_bias": True, "window_size": None, "window_type": None}
+_OWN_FIXED: ConfigDict = {"use_linear_bias": True, "window_size": None, "window_type": None}
 
 
 def _interleave_heads(heads: int) -> TensorChange:
@@ -149,9 +149,9 @@ LAYOUT = PublishedLayout(
         "use_parallel_residual": True,
         "rotary_pct": 0.25,
     }
-    | OWN_FIXED,
+    | _OWN_FIXED,
     default_width=_default_width,
-    fixed=SHARED_FIXED | OWN_FIXED,
+    fixed=SHARED_FIXED | _OWN_FIXED,
     host_config=_host_config,
     tensor_rows=_tensor_rows,
     published_config=_published_config,

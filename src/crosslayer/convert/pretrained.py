@@ -36,7 +36,7 @@ from ..hf.loading import CONFIG_FILE, find_folder, load_complete, read_config
 from ..hf.registration import names_connection
 from .published import is_published, load_published
 
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def open_model(
@@ -141,7 +141,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if path.is_file():
         file = path
     else:
-        path = find_folder(source, TOKENIZER_FILES, "folder or file")
+        path = find_folder(source, _TOKENIZER_FILES, "folder or file")
         file = path / TOKENIZER_FILE
     try:
         if path.is_dir():
@@ -181,15 +181,15 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
     Raises:
         ValueError: there is no folder at `source`.
     """
-    path = find_folder(source, TOKENIZER_FILES, "folder")
-    for name in (*TOKENIZER_FILES, *CHAT_TEMPLATE_FILES):
+    path = find_folder(source, _TOKENIZER_FILES, "folder")
+    for name in (*_TOKENIZER_FILES, *_CHAT_TEMPLATE_FILES):
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)
 
 
 def _check_tokenizer_files(source: str | Path, folder: Path) -> None:
     """Raise a ValueError where a folder has none of the files of a tokenizer."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(
             f"{source} has no tokenizer; copy that of the original model into it, "
             "or name one with --tokenizer"

@@ -27,8 +27,8 @@ from .rows import (
     reverse_rows,
 )
 
-LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
-LAYOUT_OF_HOST = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
+_LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
+_LAYOUT_OF_HOST = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
 
 
 def load_published(
@@ -53,7 +53,7 @@ def load_published(
         dtype = parse_dtype(dtype)
     given_config = read_json(folder / CONFIG_FILE, dict)
     weights = FolderWeights(folder)
-    layout = LAYOUTS[_find_layout(given_config, weights, folder)]
+    layout = _LAYOUTS[_find_layout(given_config, weights, folder)]
     try:
         config = complete_config(given_config, layout)
         _check_anchors(config, weights)
@@ -101,14 +101,14 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     """
     config: Any = model.config
     spec = getattr(config, "crosslayer", None)
-    if config.model_type not in LAYOUT_OF_HOST or spec is None:
+    if config.model_type not in _LAYOUT_OF_HOST or spec is None:
         connection = "unconnected" if spec is None else f"with {spec!r}"
         raise ValueError(
-            f"the published layouts are of {', '.join(LAYOUT_OF_HOST)}, "
+            f"the published layouts are of {', '.join(_LAYOUT_OF_HOST)}, "
             f"got {config.model_type!r} {connection}"
         )
-    name = LAYOUT_OF_HOST[config.model_type]
-    layout = LAYOUTS[name]
+    name = _LAYOUT_OF_HOST[config.model_type]
+    layout = _LAYOUTS[name]
     published_config = layout.published_config(config)
     # What loading would make of this config.json must be the model's own config.
     _, settings = layout.host_config(complete_config(published_config, layout))
@@ -144,7 +144,7 @@ def is_published(folder: Path) -> bool:
     """Whether a folder's config.json has a published layout rather than transformers'."""
     config = read_json(folder / CONFIG_FILE, dict)
     if "model_type" in config:
-        return config["model_type"] in list(LAYOUTS)  # which compares values that cannot be hashed
+        return config["model_type"] in list(_LAYOUTS)  # which compares values that cannot be hashed
     return "n_layer" in config
 
 
@@ -156,16 +156,16 @@ def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> st
             "crosslayer.from_pretrained loads it"
         )
     model_type = config.get("model_type")
-    if model_type in list(LAYOUTS):
+    if model_type in list(_LAYOUTS):
         return str(model_type)
     if model_type is not None:
-        reason = f"model_type {reprlib.repr(model_type)}{did_you_mean(model_type, LAYOUTS)}"
+        reason = f"model_type {reprlib.repr(model_type)}{did_you_mean(model_type, _LAYOUTS)}"
     elif {"dim", "n_layer"} <= config.keys() and "tok_embeddings.weight" in weights.shapes:
         # gpt-fast's names; MUDDPythia's norms have biases
         return "muddpythia" if "norm.bias" in weights.shapes else "muddformer"
     else:
         reason = "neither a model_type nor gpt-fast's names"
-    raise ValueError(f"{folder} is of no known layout ({reason}); known: {', '.join(LAYOUTS)}")
+    raise ValueError(f"{folder} is of no known layout ({reason}); known: {', '.join(_LAYOUTS)}")
 
 
 def _check_anchors(config: ConfigDict, weights: FolderWeights) -> None:

@@ -52,7 +52,7 @@ def _vector_to_scalar(vector: Tensor) -> TensorTuple:
     return (vector.reshape(()),)
 
 
-KEEP = TensorChange(_keep, _keep)
+_KEEP = TensorChange(_keep, _keep)
 TRANSPOSE = TensorChange(_transpose, _transpose)
 DROP_FIRST_AXIS = TensorChange(_drop_first_axis, _add_first_axis)  # [1, N] -> [N]
 SCALAR_TO_VECTOR = TensorChange(_scalar_to_vector, _vector_to_scalar)  # [] -> [1]
@@ -63,7 +63,7 @@ class TensorRow(NamedTuple):
 
     source: str
     target: str
-    change: TensorChange = KEEP
+    change: TensorChange = _KEEP
 
 
 class ConnectionParameters(NamedTuple):

@@ -84,7 +84,7 @@ def measure_peak_memory(
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
         not_counted += [p, p.grad]
-    with LiveMemoryTracker(not_counted) as tracker:
+    with _LiveMemoryTracker(not_counted) as tracker:
         value = loss(model, batch)
         saved_bytes = tracker.live_bytes
         value.backward()
@@ -92,7 +92,7 @@ def measure_peak_memory(
     return PeakMemory(saved_bytes, tracker.peak_bytes)
 
 
-class LiveMemoryTracker(TorchDispatchMode):
+class _LiveMemoryTracker(TorchDispatchMode):
     """Counts the bytes of live storages that operations have allocated, and their peak.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..files import list_files
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 PILLOW_MODES = {1: "L", 3: "RGB"}  # by number of channels
 
 
@@ -51,10 +51,10 @@ def list_images(folder: Path) -> tuple[list[Path], list[str]]:
     if folder.is_dir():
         class_folders = [f for f in folder.iterdir() if f.is_dir() and f.name[0] != "."]
     for class_folder in sorted(class_folders):
-        files = [f for f in list_files(class_folder) if f.suffix.lower() in IMAGE_SUFFIXES]
+        files = [f for f in list_files(class_folder) if f.suffix.lower() in _IMAGE_SUFFIXES]
         if not files:
             raise ValueError(
-                f"{class_folder}: a class without images ({', '.join(IMAGE_SUFFIXES)})"
+                f"{class_folder}: a class without images ({', '.join(_IMAGE_SUFFIXES)})"
             )
         for file in files:
             if not file.is_file():  # a FIFO would be waited for

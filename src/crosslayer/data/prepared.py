@@ -26,7 +26,7 @@ from .sources import (
 from .token_streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
 from .tokenizing import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
-FORMAT = "crosslayer tokens 2"
+_FORMAT = "crosslayer tokens 2"
 BUFFERED_ROWS = 64  # documents of each set in memory
 
 
@@ -106,8 +106,8 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
         raise ValueError(f"{folder}: not a prepared corpus, it has no {CORPUS_FILE}")
     try:
         description = read_json(folder / CORPUS_FILE, dict)
-        if description["format"] != FORMAT:
-            raise ValueError(f"its format is {description['format']!r}, expected {FORMAT!r}")
+        if description["format"] != _FORMAT:
+            raise ValueError(f"its format is {description['format']!r}, expected {_FORMAT!r}")
         tokenizer = _open_tokenizer(folder, description["tokenizer"])
         counts = _open_counts(description["sets"])
         streams = _open_streams(folder, tokenizer, counts, description["digests"])
@@ -173,7 +173,7 @@ def _write_description(
     if tokenizer.definition is not None:
         (folder / TOKENIZER_FILE).write_text(tokenizer.definition, "utf8")
     description = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "source": source,
         "tokenizer": {
             "name": tokenizer.name,

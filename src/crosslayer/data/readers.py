@@ -15,12 +15,12 @@ from ..files import list_files, parse_json
 from ..hub import NO_NETWORK
 from ..validation import did_you_mean, has_surrogate
 
-SUFFIXES = (
+_SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js",
     ".jsonl", ".parquet",
 )  # fmt: skip
-COMPRESSIONS = (".gz", ".zst")
-ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
+_COMPRESSIONS = (".gz", ".zst")
+_ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
 _FEW_ZEROS = 100  # A text may have some.
 _ZSTD_CHUNK = 2**16  # bytes
 _PARQUET_ROWS = 1000  # read at once; by default all of a row group, and a file may have none
@@ -63,12 +63,12 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, ["stdlib", *siblings])
         raise ValueError(f"{path}: no such file or folder{hint}")
-    files = [f for f in list_files(path) if _suffix(f) in SUFFIXES and f.is_file()]
+    files = [f for f in list_files(path) if _suffix(f) in _SUFFIXES and f.is_file()]
     files = [file for file in files if file.suffix.lower() != ".json"]  # settings, as a rule
     if not files:
         raise ValueError(
-            f"{path}: no text file in it (looked for {', '.join(SUFFIXES)}, also compressed as "
-            f"{' or '.join(COMPRESSIONS)}); files of token ids are named by a pattern like *.bin"
+            f"{path}: no text file in it (looked for {', '.join(_SUFFIXES)}, also compressed as "
+            f"{' or '.join(_COMPRESSIONS)}); files of token ids are named by a pattern like *.bin"
         )
     return [(file, file.relative_to(path).as_posix()) for file in files]
 
@@ -93,7 +93,7 @@ def read_remote(pattern: str) -> Iterator[Document]:
         ValueError: they cannot be read.
     """
     if pattern.lower().endswith(".zst") and not find_spec("zstandard"):
-        raise ValueError(f"{pattern}: {ZSTANDARD_MISSING}")
+        raise ValueError(f"{pattern}: {_ZSTANDARD_MISSING}")
     return _read_pattern(pattern, pattern, pattern)
 
 
@@ -113,7 +113,7 @@ def read_rows(subject: str, name: str, load: Callable[[], Iterable[Any]]) -> Ite
 
 def _suffix(file: Path) -> str:
     """The suffix before that of a compression, in lower case. A .json has a document a line."""
-    name = file.with_suffix("") if file.suffix.lower() in COMPRESSIONS else file
+    name = file.with_suffix("") if file.suffix.lower() in _COMPRESSIONS else file
     suffix = name.suffix.lower()
     return ".jsonl" if suffix == ".json" else suffix
 
@@ -145,7 +145,7 @@ def _check_zstd(file: Path) -> None:
     try:
         import zstandard
     except ImportError:
-        raise ValueError(f"{file}: {ZSTANDARD_MISSING}") from None
+        raise ValueError(f"{file}: {_ZSTANDARD_MISSING}") from None
     frame = zstandard.ZstdDecompressor().decompressobj()
     with file.open("rb") as stream:
         try:
@@ -174,7 +174,7 @@ def _rows(subject: str, load: Callable[[], Iterable[Any]]) -> Iterator[dict[str,
             raise ValueError(f"{subject}: {NO_NETWORK}") from None
         reason = error_in_one_line(error)
         if "zst" in reason and not find_spec("zstandard"):
-            reason = ZSTANDARD_MISSING
+            reason = _ZSTANDARD_MISSING
         raise ValueError(f"{subject}: cannot be read ({reason})") from None
 
 

@@ -13,7 +13,7 @@ from ..validation import check_non_negative, check_positive
 class ResumableSampler(Sampler[int]):
     """Endless epochs over `length` examples, each in an order given by seed and epoch.
 
-    Position p of the endless sequence is example `epoch_permutation(length, seed, p // length)`
+    Position p of the endless sequence is example `_epoch_permutation(length, seed, p // length)`
     at place p % length. Batch g of all ranks together covers the positions g·batch to
     (g + 1)·batch, whatever the number of ranks; each rank takes its contiguous share. A run
     resumes after g batches with `start=g`. A permutation takes 8 bytes an example.
@@ -55,13 +55,13 @@ class ResumableSampler(Sampler[int]):
             for position in range(first, first + share):
                 epoch, place = divmod(position, self.length)
                 if epoch != epoch_of_permutation:
-                    permutation = epoch_permutation(self.length, self.seed, epoch)
+                    permutation = _epoch_permutation(self.length, self.seed, epoch)
                     epoch_of_permutation = epoch
                 yield int(permutation[place])
             first += self.batch
 
 
-def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
+def _epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     """The order of the examples in one epoch, [length] int64."""
     # SeedSequence mixes the two numbers: seed 0 in epoch 1 is not seed 1 in epoch 0
     (generator_seed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)

@@ -35,7 +35,7 @@ TRAIN_SET = "train"
 HELD_OUT = "held-out"
 ALL_SETS = "mean"  # name of the group of all validation sets
 VALID_SHARE = 0.05  # of the documents, by a hash of their names
-FEW_DOCUMENTS = 40  # fewer than these are split at their tail
+_FEW_DOCUMENTS = 40  # fewer than these are split at their tail
 
 
 @dataclass(frozen=True)
@@ -231,13 +231,13 @@ def split_held_out(documents: Iterator[Document]) -> Iterator[tuple[str, Documen
 
     A document added to a source moves no other. Few documents are split at their tail instead.
     """
-    first = list(islice(documents, FEW_DOCUMENTS))
-    if len(first) < FEW_DOCUMENTS:
+    first = list(islice(documents, _FEW_DOCUMENTS))
+    if len(first) < _FEW_DOCUMENTS:
         yield from _split_tail(first)
         return
     limit = VALID_SHARE
     while not any(_hash_share(document.name) <= limit for document in first):
-        more = list(islice(documents, FEW_DOCUMENTS))
+        more = list(islice(documents, _FEW_DOCUMENTS))
         if not more:  # the source ends, and none would be held out
             limit = min(_hash_share(document.name) for document in first)
         first += more

@@ -18,11 +18,11 @@ from .readers import Document, list_text_files
 from .tokenizing import Tokenizer, find_ids, split_ids
 
 TOKEN_SUFFIXES = (".npy", ".bin")
-RAW_DTYPE = np.dtype("<u2")  # of a file without a header
-NUMPY_START = b"\x93NUMPY"
+_RAW_DTYPE = np.dtype("<u2")  # of a file without a header
+_NUMPY_START = b"\x93NUMPY"
 # llm.c's header: the kind of the ids, its version, their number, and zeros
-LLM_C_HEADER = 256  # 32-bit numbers
-LLM_C_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's and Llama 3's: version, dtype
+_LLM_C_HEADER = 256  # 32-bit numbers
+_LLM_C_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's and Llama 3's: version, dtype
 
 
 def list_token_files(place: str) -> list[Path]:
@@ -133,13 +133,13 @@ def _map_ids(file: Path) -> np.ndarray:
         )
     try:
         with file.open("rb") as stream:
-            start = stream.read(4 * LLM_C_HEADER)
-        if start.startswith(NUMPY_START):
+            start = stream.read(4 * _LLM_C_HEADER)
+        if start.startswith(_NUMPY_START):
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
         elif (dtype := _read_header(start, file.stat().st_size)) is not None:
             ids = np.memmap(file, dtype, mode="r", offset=len(start))
         else:
-            ids = np.memmap(file, RAW_DTYPE, mode="r")
+            ids = np.memmap(file, _RAW_DTYPE, mode="r")
             _check_width(ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise ValueError(f"it has {ids.dtype} {list(ids.shape)}, expected one row of integers")
@@ -160,17 +160,17 @@ def _read_header(start: bytes, size: int) -> np.dtype | None:
         raise ValueError("it is empty")
     numbers = np.frombuffer(start[: len(start) // 4 * 4], "<i4")
     kind = int(numbers[0]) if len(numbers) else 0
-    is_whole = len(numbers) == LLM_C_HEADER
-    if kind not in LLM_C_KINDS:
+    is_whole = len(numbers) == _LLM_C_HEADER
+    if kind not in _LLM_C_KINDS:
         if is_whole and not numbers[3:].any():
             raise ValueError(f"it has a header of an unknown kind, {kind}")
-        if size % RAW_DTYPE.itemsize:
+        if size % _RAW_DTYPE.itemsize:
             raise ValueError(f"it has {size} bytes, expected 16-bit numbers")
         return None
     if not is_whole:
         raise ValueError("it ends within its header")
-    version = LLM_C_KINDS[kind][0]
-    dtype = np.dtype(LLM_C_KINDS[kind][1])
+    version = _LLM_C_KINDS[kind][0]
+    dtype = np.dtype(_LLM_C_KINDS[kind][1])
     if numbers[1] != version:
         raise ValueError(f"its version is {numbers[1]}, expected {version}")
     found = (size - len(start)) / dtype.itemsize

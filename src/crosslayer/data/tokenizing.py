@@ -25,10 +25,10 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # beside an older tokenizer_con
 END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no file names an eos_token: the first of these that is known
 SEPARATOR_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-LARGEST_BPE = 2**24
+_LARGEST_BPE = 2**24
 _SPACE = "\u0120"  # how a byte-level BPE writes a space
-CHUNK_IDS = 2**20  # read at once where all ids are read
-BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
+_CHUNK_IDS = 2**20  # read at once where all ids are read
+_BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Tokenizer:
 
 def split_ids(ids: np.ndarray) -> Iterator[np.ndarray]:
     """Views of ids, one after another, so that what is computed of them stays small."""
-    for start in range(0, len(ids), CHUNK_IDS):
-        yield ids[start : start + CHUNK_IDS]
+    for start in range(0, len(ids), _CHUNK_IDS):
+        yield ids[start : start + _CHUNK_IDS]
 
 
 def find_ids(ids: np.ndarray, number: int) -> Iterator[int]:
@@ -204,10 +204,10 @@ def _train_bpe(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if not 257 <= size <= LARGEST_BPE:
+    if not 257 <= size <= _LARGEST_BPE:
         raise ValueError(
             f"{name}: needs a size of at least 257 (256 bytes and {END_OF_TEXT}), "
-            f"and at most {LARGEST_BPE}"
+            f"and at most {_LARGEST_BPE}"
         )
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -227,7 +227,7 @@ def _train_bpe(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def _first_characters(texts: Iterable[str]) -> Iterator[str]:
-    left = BPE_CHARACTERS
+    left = _BPE_CHARACTERS
     for text in texts:
         yield text[:left]
         left -= len(text)
@@ -254,7 +254,7 @@ def byte_tokenizer_json() -> str:
     return model.to_str()
 
 
-def is_of_bytes(definition: str) -> bool:
+def _is_of_bytes(definition: str) -> bool:
     """Whether the content of a tokenizer.json is `byte_tokenizer_json`'s, as of a model trained on
     bytes.
     """
@@ -282,7 +282,7 @@ def make_tokenizer(
             documents.
     """
     vocabulary = _parse_definition(definition, str(source)).get_vocab(with_added_tokens=True)
-    if is_of_bytes(definition):
+    if _is_of_bytes(definition):
         return load_tokenizer(BYTE_TOKENIZER)
     known = [token for token in (eos_token, *SEPARATOR_TOKENS) if token in vocabulary]
     if not known:

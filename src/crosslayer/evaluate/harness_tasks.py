@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BOOTSTRAP_ITERATIONS = 1000  # resamplings for the standard error of a perplexity
+_BOOTSTRAP_ITERATIONS = 1000  # resamplings for the standard error of a perplexity
 
 
 def evaluate_tasks(
@@ -87,7 +87,7 @@ def evaluate_tasks(
             task_manager=task_manager,
             num_fewshot=num_fewshot,
             limit=limit,
-            bootstrap_iters=BOOTSTRAP_ITERATIONS,
+            bootstrap_iters=_BOOTSTRAP_ITERATIONS,
             log_samples=False,
         )
 

@@ -22,8 +22,8 @@ from .windows import ScoredWindow, exp_or_inf, log_likelihoods, split_window
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONTEXT_KEYS = ("context", "input", "inputs")
-TARGET_KEYS = ("target", "targets")
+_CONTEXT_KEYS = ("context", "input", "inputs")
+_TARGET_KEYS = ("target", "targets")
 
 
 class SpanPerplexity(NamedTuple):
@@ -149,8 +149,8 @@ def _encode_span(
 
 
 def _parse_span(record: dict[str, object], place: str) -> Span:
-    context = next((record[key] for key in CONTEXT_KEYS if key in record), None)
-    target = next((record[key] for key in TARGET_KEYS if key in record), None)
+    context = next((record[key] for key in _CONTEXT_KEYS if key in record), None)
+    target = next((record[key] for key in _TARGET_KEYS if key in record), None)
     texts = [text for text in (context, target) if isinstance(text, str)]
     if any(has_surrogate(text) for text in texts):
         raise ValueError(f"{place} has half of a surrogate pair, which is no text")

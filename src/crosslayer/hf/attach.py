@@ -60,7 +60,7 @@ def attach_connections(
     for layer, layer_wiring, connections in zip(
         layers, wiring.of_layers, connections_of_layer, strict=True
     ):
-        connect_layer(layer, layer_wiring, connections)
+        _connect_layer(layer, layer_wiring, connections)
     if final is not None:
         make_readout(final, readout)
     swap_class(backbone, ConnectedModel)
@@ -79,7 +79,7 @@ def _check_output_projections(wiring: ModelWiring, spec: ConnectionSpec) -> None
             )
 
 
-def connect_layer(
+def _connect_layer(
     layer: Any, layer_wiring: LayerWiring, connections: list[Connection[Any]]
 ) -> None:
     """Let a layer's stream pass through connections, in place.

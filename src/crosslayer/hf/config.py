@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
 from .attach import find_backbone
 
-MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
+_MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
 _MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
 # Left out where a config has no such key.
 _OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "ffn_dim", "dff")
@@ -221,12 +221,12 @@ def check_sizes(config: Any) -> None:
     """Raise a ValueError for a config of which no model can be built in any time or memory."""
     bounds = {
         "num_hidden_layers": MAX_LAYERS,
-        "hidden_size": MAX_WIDTH,
-        "intermediate_size": MAX_WIDTH,
-        "vocab_size": MAX_WIDTH,
-        "num_attention_heads": MAX_WIDTH,
-        "num_key_value_heads": MAX_WIDTH,
-        "head_dim": MAX_WIDTH,
+        "hidden_size": _MAX_WIDTH,
+        "intermediate_size": _MAX_WIDTH,
+        "vocab_size": _MAX_WIDTH,
+        "num_attention_heads": _MAX_WIDTH,
+        "num_key_value_heads": _MAX_WIDTH,
+        "head_dim": _MAX_WIDTH,
     }
     for name, bound in bounds.items():
         for part in _config_parts(config):

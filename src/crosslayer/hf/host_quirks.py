@@ -40,7 +40,7 @@ def apply_host_quirks(backbone: Any) -> None:
         )
     if rope_dtype is not None:
         backbone.rotary_emb.rope_dtype = rope_dtype
-        swap_class(backbone.rotary_emb, RoundedRope)
+        swap_class(backbone.rotary_emb, _RoundedRope)
     if has_qk_norm:
         for layer in backbone.layers:
             _add_qk_norm(layer.attention.query_key_value, config)
@@ -53,14 +53,14 @@ def _add_qk_norm(projection: Any, config: Any) -> None:
         for name in ("q_norm", "k_norm"):
             norm = LlamaRMSNorm(head_width, config.layer_norm_eps)
             setattr(projection, name, norm.to(projection.weight.dtype))
-    # A swapped class cannot be swapped again; NormedProjection is a FusedProjection itself.
+    # A swapped class cannot be swapped again; _NormedProjection is a FusedProjection itself.
     if isinstance(projection, FusedProjection):
         restore_class(projection)
     projection.fused = qkv_per_head(config)
-    swap_class(projection, NormedProjection)
+    swap_class(projection, _NormedProjection)
 
 
-class RoundedRope:
+class _RoundedRope:
     """A rotary embedding that rounds its cos and sin."""
 
     rope_dtype: torch.dtype
@@ -72,7 +72,7 @@ class RoundedRope:
         return cos.to(self.rope_dtype).to(x.dtype), sin.to(self.rope_dtype).to(x.dtype)
 
 
-class NormedProjection(FusedLinear):
+class _NormedProjection(FusedLinear):
     """GPT-NeoX's projection of q, k and v, with an RMSNorm per head on q and k.
 
     Its outputs are in the order (head, q | k | v, channel).

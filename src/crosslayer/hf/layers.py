@@ -43,10 +43,10 @@ from .hidden_states import (
 from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .qkv import QKVInputs
 
-RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
+_RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
 
 
-class OpaqueTree:
+class _OpaqueTree:
     """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart.
 
     With it travels what a layer returns besides its stream.
@@ -84,7 +84,7 @@ class ConnectedLayer:
         if len(args) > len(names):
             raise TypeError(f"{type(self).__name__} takes {len(names)} arguments, got {len(args)}")
         kwargs = join_arguments(names, args, kwargs)
-        if not self.takes_any_keyword and (unknown := kwargs.keys() - {*names, RECORDER}):
+        if not self.takes_any_keyword and (unknown := kwargs.keys() - {*names, _RECORDER}):
             raise TypeError(f"{type(self).__name__} has no argument {min(unknown)!r}")
         if names[0] not in kwargs:
             raise TypeError(f"{type(self).__name__} needs {names[0]!r}")
@@ -101,10 +101,10 @@ class ConnectedLayer:
         if not is_first:
             stream = (hidden_states.state, hidden_states.dtype_like, hidden_states.stream_scale)
         leaves, spec = tree_flatten(stream)
-        recorder = kwargs.pop(RECORDER, None)
+        recorder = kwargs.pop(_RECORDER, None)
         kwargs["records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
-        *leaves, before, tree = call_host(*leaves, tree=OpaqueTree(spec), **kwargs)
+        *leaves, before, tree = call_host(*leaves, tree=_OpaqueTree(spec), **kwargs)
         hidden = tree_unflatten(leaves, tree.spec)
         if not isinstance(hidden, Tensor):
             state, dtype_like, stream_scale = hidden
@@ -117,7 +117,7 @@ class ConnectedLayer:
         return hidden if self.wiring.extras is None else (hidden, *tree.extras)
 
     def forward(
-        self, *leaves: Any, tree: OpaqueTree, records: bool = False, **kwargs: Any
+        self, *leaves: Any, tree: _OpaqueTree, records: bool = False, **kwargs: Any
     ) -> tuple[Any, ...]:
         """The tensors of the next state, the hidden state before this layer if `records`, and the
         structure of the next state.
@@ -161,7 +161,7 @@ class ConnectedLayer:
         if self.connections[-1].is_readout:
             after = scale_stream(self.connections[-1].readout(state), stream_scale).to(dtype)
         tensors, spec = tree_flatten(after)
-        return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned, kwargs))))
+        return (*tensors, before, _OpaqueTree(spec, tuple(self._select_extras(returned, kwargs))))
 
     def _select_extras(self, returned: dict[str, Any], kwargs: dict[str, Any]) -> Iterator[Any]:
         """What the layer returns besides its stream, of what its sub-layers returned and of its

@@ -13,9 +13,9 @@ from ..partitioned import parameter_shape
 from .connected_model import mark_as_initialised
 from .families import LayerWiring, ModelWiring, Sublayer
 
-FIRST_FACTOR = 0.5  # width of the first layer's MLP, in units of the config's
-LAST_FACTOR = 1.5  # ... and of the last layer's
-MAX_TOTAL_CHANGE = 0.005  # of the sum of the widths, by rounding
+_FIRST_FACTOR = 0.5  # width of the first layer's MLP, in units of the config's
+_LAST_FACTOR = 1.5  # ... and of the last layer's
+_MAX_TOTAL_CHANGE = 0.005  # of the sum of the widths, by rounding
 _MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
@@ -38,11 +38,11 @@ def growing_widths(layers: int, width: int) -> list[int]:
         return [width]
     exact = []
     for i in range(1, layers + 1):
-        factor = (FIRST_FACTOR * (layers - i) + LAST_FACTOR * (i - 1)) / (layers - 1)
+        factor = (_FIRST_FACTOR * (layers - i) + _LAST_FACTOR * (i - 1)) / (layers - 1)
         exact.append(factor * width)
     for multiple in _MULTIPLES:
         rounded = [max(multiple, int(w / multiple + 0.5) * multiple) for w in exact]
-        if abs(sum(rounded) - layers * width) <= MAX_TOTAL_CHANGE * layers * width:
+        if abs(sum(rounded) - layers * width) <= _MAX_TOTAL_CHANGE * layers * width:
             return rounded
     raise AssertionError("rounding to one keeps any total")
 

@@ -18,7 +18,7 @@ from .projections import is_norm
 
 # Of every module, whatever its code.
 _MODULE_ATTRIBUTES = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized"}
-SHARED_LAYERS = "its layers share their weights, and connections need separate layers"
+_SHARED_LAYERS = "its layers share their weights, and connections need separate layers"
 
 
 class NoLayersError(ValueError):
@@ -69,7 +69,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
 def _check_layers(layers: list[Any]) -> None:
     """Raise a ValueError for layers that no connection can be added to, whatever they compute."""
     if len(set(map(id, layers))) < len(layers):
-        raise ValueError(SHARED_LAYERS)
+        raise ValueError(_SHARED_LAYERS)
     if any(
         isinstance(layer, torch._dynamo.OptimizedModule)
         or getattr(layer, "_compiled_call_impl", None) is not None
@@ -124,7 +124,7 @@ def _recognise_layers(
 def _check_list_of_layers(owner: nn.Module, path: str) -> None:
     """Raise a ValueError where the members of a list are no layers."""
     if getattr(getattr(owner, "config", None), "num_hidden_groups", None):
-        raise ValueError(SHARED_LAYERS)
+        raise ValueError(_SHARED_LAYERS)
     parent, _, name = path.rpartition(".")
     children: dict[str, Any] = dict(owner.get_submodule(parent).named_children())
     lists = {key: child for key, child in children.items() if _lists_modules(child)}

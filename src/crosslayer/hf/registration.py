@@ -37,8 +37,8 @@ from .saving import nested_configs, refuse_what_cannot_be_loaded
 from .sharding import keep_parameters_apart
 
 MODEL_TYPE_PREFIX = "crosslayer-"
-REMOTE_FILE = "crosslayer_model.py"
-REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to load it."""
+_REMOTE_FILE = "crosslayer_model.py"
+_REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to load it."""
 
 from crosslayer.hf import SavedConfig  # noqa: F401
 '''
@@ -131,13 +131,13 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
             apply_host_quirks(backbone)
 
 
-def mark_config(file: Path) -> None:
+def _mark_config(file: Path) -> None:
     """Rewrite a config.json as a connected model's, and write the file that it refers to."""
     config = json.loads(file.read_text())
     config["model_type"] = MODEL_TYPE_PREFIX + config["model_type"].removeprefix(MODEL_TYPE_PREFIX)
-    config["auto_map"] = {"AutoConfig": f"{Path(REMOTE_FILE).stem}.{SavedConfig.__name__}"}
+    config["auto_map"] = {"AutoConfig": f"{Path(_REMOTE_FILE).stem}.{SavedConfig.__name__}"}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (file.parent / REMOTE_FILE).write_text(REMOTE_CODE)
+    (file.parent / _REMOTE_FILE).write_text(_REMOTE_CODE)
 
 
 def host_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _quantise_fused_projections(preprocess_model: Callable[..., Any]) -> Callabl
 
 
 def _restore_model_type(config: Any) -> None:
-    """Undo `mark_config` in a config that a host class called by name has read."""
+    """Undo `_mark_config` in a config that a host class called by name has read."""
     if str(vars(config).get("model_type")).startswith(MODEL_TYPE_PREFIX):
         keys = {**config.to_dict(), "model_type": config.model_type}
         check_connection_keys(keys, "config.json")
@@ -233,7 +233,7 @@ def _mark_after_writing(to_json_file: Callable[..., None]) -> Callable[..., None
         to_json_file(self, json_file_path, *args, **kwargs)
         # Where only a part of the model is connected, the part's config within this one says so.
         if any(getattr(config, "crosslayer", None) for config in nested_configs(self)):
-            mark_config(Path(json_file_path))
+            _mark_config(Path(json_file_path))
 
     return marking_to_json_file
 

@@ -12,7 +12,7 @@ from ..connection import Connection
 from .host_norms import OwnedNorm
 from .layers import ConnectedLayer
 
-FREES_WEIGHTS = "free_full_weight"  # after use, in the terms of transformers' plans
+_FREES_WEIGHTS = "free_full_weight"  # after use, in the terms of transformers' plans
 
 
 def keep_parameters_apart(model: Any) -> None:
@@ -48,13 +48,13 @@ def _own_entries(model: Any) -> tuple[dict[str, str], set[str]]:
     for path, module in model.named_modules():
         # The next layer reads through the last norm of a post-norm layer.
         if isinstance(module, ConnectedLayer) and module.wiring.last_norm:
-            plan[_without_numbers(f"{path}.{module.wiring.last_norm}")] = FREES_WEIGHTS
+            plan[_without_numbers(f"{path}.{module.wiring.last_norm}")] = _FREES_WEIGHTS
         if isinstance(module, OwnedNorm):
-            plan[_without_numbers(path)] = FREES_WEIGHTS
+            plan[_without_numbers(path)] = _FREES_WEIGHTS
         if not isinstance(module, Connection):
             continue
         for name, _ in module.named_parameters(recurse=False):
-            plan[_without_numbers(path)] = FREES_WEIGHTS
+            plan[_without_numbers(path)] = _FREES_WEIGHTS
             # without the layer's number, like "connections.0.W1"
             float32_names.add(re.sub(r".*\b(?=connections?\b)", "", f"{path}.{name}"))
     return plan, float32_names

@@ -81,7 +81,7 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
             raise ValueError(
                 f"connect would change what layer {number} ({type(layer).__name__}) computes: "
                 f"relative difference {difference:.2g} under {own}. Its wiring was taken to be\n"
-                f"{format_wiring(layer_wiring)}\n"
+                f"{_format_wiring(layer_wiring)}\n"
                 f"{_describe_actual(layer, layer_wiring, wiring.dim)}"
             )
     if not next(backbone.parameters()).is_meta:
@@ -322,7 +322,7 @@ def _make_image_features(backbone: Any, width: int) -> dict[str, Any]:
     }
 
 
-def format_wiring(wiring: LayerWiring) -> str:
+def _format_wiring(wiring: LayerWiring) -> str:
     """A wiring as text, a line for each sub-layer."""
     lines = []
     if wiring.embedding_norm:
@@ -354,6 +354,6 @@ def _describe_actual(layer: nn.Module, assumed: LayerWiring, width: int) -> str:
     except ValueError as error:
         return f"It cannot be connected: {error}."
     return (
-        f"Its own code does\n{format_wiring(wiring)}\nWrite its row so, or remove the row: connect "
-        "recognises this wiring without one. verify=False connects it as the row says."
+        f"Its own code does\n{_format_wiring(wiring)}\nWrite its row so, or remove the row: "
+        "connect recognises this wiring without one. verify=False connects it as the row says."
     )

@@ -18,7 +18,7 @@ from .moments import RunningMoments
 from .observation import ModelInputs, model_arguments
 
 # Tokens of the first sequence whose patterns are kept.
-PATTERN_TOKENS = 32
+_PATTERN_TOKENS = 32
 
 
 @dataclass
@@ -74,7 +74,7 @@ def measure_head_activations(
         if len(mixers) != 1:
             raise ValueError(f"expected one attention in each layer, got {mixers}")
         attentions.append(layer.get_submodule(mixers[0]))
-    with evaluation_mode(model), eager_attention(model), recorder.attached_to(attentions):
+    with evaluation_mode(model), _eager_attention(model), recorder.attached_to(attentions):
         for batch in batches:
             if "input_ids" not in batch:
                 raise ValueError("active heads are defined for texts alone")
@@ -123,12 +123,12 @@ class _HeadRecorder:
         attends_content = ~self.is_sink[:, None].expand(-1, top.shape[1], -1).gather(-1, top)
         self.active[layer].add(attends_content.float().mean(1)[self.mask])
         if layer == self.pattern_layer and self.patterns is None:
-            first = self.mask[0].nonzero().flatten()[:PATTERN_TOKENS]
+            first = self.mask[0].nonzero().flatten()[:_PATTERN_TOKENS]
             self.patterns = A[0][:, first][:, :, first].float().cpu()
 
 
 @contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
+def _eager_attention(model: Any) -> Iterator[None]:
     """Attention that returns its weights; afterwards the implementation is what it was."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")

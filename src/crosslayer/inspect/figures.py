@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..plotting import COLOURS, line_look
 
-SIGNED_MAP = "RdBu_r"
+_SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
-MAX_TICKS = 13
-MOST_INSIDE = 6  # labels of a legend within the axes
-LONGEST_INSIDE = 28  # characters of one of them
-MOST_LABELS = 24  # of a legend; more leave no room for the figure
-LABEL_WIDTH = 28  # characters in a line of a label beside the axes
-LABEL_SPACING = 0.3  # lines between two labels
-MOST_LINES = 24  # of labels in the full font, one above another in a panel
+_MAX_TICKS = 13
+_MOST_INSIDE = 6  # labels of a legend within the axes
+_LONGEST_INSIDE = 28  # characters of one of them
+_MOST_LABELS = 24  # of a legend; more leave no room for the figure
+_LABEL_WIDTH = 28  # characters in a line of a label beside the axes
+_LABEL_SPACING = 0.3  # lines between two labels
+_MOST_LINES = 24  # of labels in the full font, one above another in a panel
 LOG_RATIO = 30  # values that differ by more are drawn on a logarithmic axis
 
 
@@ -51,7 +51,7 @@ def draw_matrix(
     largest = values.abs().nan_to_num().max().item() if values.numel() else 1.0
     limit = limit or largest or 1.0
     low = -limit if signed else 0.0
-    colours = SIGNED_MAP if signed else POSITIVE_MAP
+    colours = _SIGNED_MAP if signed else POSITIVE_MAP
     image = axes.imshow(
         shown.numpy(), cmap=colours, vmin=low, vmax=limit, aspect="auto", interpolation="nearest"
     )
@@ -171,13 +171,13 @@ def finish_lines(axes: Any, lines: int) -> None:
 def place_legend(axes: Any) -> None:
     """A legend: within the axes where it is small, else beside them; none of very many labels."""
     handles, labels = axes.get_legend_handles_labels()
-    if not 0 < len(labels) <= MOST_LABELS:
+    if not 0 < len(labels) <= _MOST_LABELS:
         return
-    if len(labels) <= MOST_INSIDE and len(max(labels, key=len)) <= LONGEST_INSIDE:
+    if len(labels) <= _MOST_INSIDE and len(max(labels, key=len)) <= _LONGEST_INSIDE:
         axes.legend(fontsize=9)
         return
     labels, font = wrap_labels(labels, 8)
-    style = {"fontsize": font, "labelspacing": LABEL_SPACING}
+    style = {"fontsize": font, "labelspacing": _LABEL_SPACING}
     axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1), **style)
 
 
@@ -185,14 +185,14 @@ def wrap_labels(labels: Sequence[str], font: float) -> tuple[list[str], float]:
     """Labels in short lines, and the font, smaller where a panel is too low for all of them."""
     wrapped = []
     for label in labels:
-        wrapped.append("\n".join(fill(line, LABEL_WIDTH) for line in label.split("\n")))
-    lines = sum(label.count("\n") + 1 + LABEL_SPACING for label in wrapped)
-    return wrapped, font * min(1, MOST_LINES / max(lines, 1))
+        wrapped.append("\n".join(fill(line, _LABEL_WIDTH) for line in label.split("\n")))
+    lines = sum(label.count("\n") + 1 + _LABEL_SPACING for label in wrapped)
+    return wrapped, font * min(1, _MOST_LINES / max(lines, 1))
 
 
 def label_ticks(axis: Any, labels: Sequence[str], rotation: float = 0, first: float = 0) -> None:
     """Labels of the places `first`, `first` + 1, …: all of them, or evenly spaced ones."""
-    step = max(1, -(-len(labels) // MAX_TICKS))
+    step = max(1, -(-len(labels) // _MAX_TICKS))
     places = range(0, len(labels), step)
     axis.set_ticks([place + first for place in places])
     axis.set_ticklabels([labels[place] for place in places], rotation=rotation, fontsize=9)

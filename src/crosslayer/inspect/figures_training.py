@@ -10,10 +10,10 @@ import numpy
 from ..plotting import line_look
 from .figures import place_legend, wrap_labels
 
-FEWEST_BARS = 4  # of which each has its share of a panel's height
-NOTE_SHIFTS = (11, -11, 22, -22, 33, -33)  # of a note from its point, in points of the font
-NOTE_SIZE = (10, 9)  # width and height that a note needs
-STEEP_SHARE = 0.15  # of a falling curve, at its beginning
+_FEWEST_BARS = 4  # of which each has its share of a panel's height
+_NOTE_SHIFTS = (11, -11, 22, -22, 33, -33)  # of a note from its point, in points of the font
+_NOTE_SIZE = (10, 9)  # width and height that a note needs
+_STEEP_SHARE = 0.15  # of a falling curve, at its beginning
 
 
 @dataclass
@@ -109,7 +109,7 @@ def _add_notes(axes: Any, lines: Sequence[LineSeries]) -> None:
         for x, y, point, note in zip(line.x, line.y, of_line, line.notes, strict=True):
             if not note:
                 continue
-            places = [numpy.add(point, (0, shift)) for shift in NOTE_SHIFTS]
+            places = [numpy.add(point, (0, shift)) for shift in _NOTE_SHIFTS]
             free = (place for place in places if _is_free(place, taken))
             place = next(free, places[0])
             taken.append(place)
@@ -126,17 +126,17 @@ def _add_notes(axes: Any, lines: Sequence[LineSeries]) -> None:
 
 
 def _is_free(place: Any, taken: Sequence[Any]) -> bool:
-    return all((abs(place - other) >= NOTE_SIZE).any() for other in taken)
+    return all((abs(place - other) >= _NOTE_SIZE).any() for other in taken)
 
 
 def focus_on_end(axes: Any, series: Sequence[LineSeries]) -> None:
     """Cut off the steep beginning of falling curves: the y axis ends where they are after
-    `STEEP_SHARE` of the x axis.
+    `_STEEP_SHARE` of the x axis.
     """
     known = [line for line in series if len(line.x)]
     if not known:
         return
-    place = STEEP_SHARE * max(line.x[-1] for line in known)
+    place = _STEEP_SHARE * max(line.x[-1] for line in known)
     tops = [line.high if len(line.high) else line.y for line in known]
     of_lines = zip(known, tops, strict=True)
     top = max(float(numpy.interp(place, line.x, heights)) for line, heights in of_lines)
@@ -178,7 +178,7 @@ def draw_bars(
         )
     labels, font = wrap_labels([bar.label for bar in bars], 9)
     axes.set_yticks(range(len(bars)), labels, fontsize=font)
-    axes.set_ylim(max(len(bars), FEWEST_BARS) - 0.5, -0.5)
+    axes.set_ylim(max(len(bars), _FEWEST_BARS) - 0.5, -0.5)
     axes.margins(x=0.3)  # for the values
     axes.set_xlabel(name)
     axes.grid(True, axis="x")

@@ -15,7 +15,7 @@ from .mixing_summary import per_token_weights
 from .observation import ModelInputs, SiteVisit, observe_model
 
 # Weights whose standard deviation over all samples is smaller are the same for every sample.
-SMALLEST_DEVIATION = 1e-6
+_SMALLEST_DEVIATION = 1e-6
 
 
 @dataclass
@@ -45,7 +45,7 @@ class GroupWeights:
     between_groups: Tensor
 
 
-class LastWeightsAnalysis:
+class _LastWeightsAnalysis:
     """The weights of the last sub-layer's connection, a row for each sample."""
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ def compare_groups(
     rows = []
     names: list[str] = []
     for batches in groups.values():
-        analysis = LastWeightsAnalysis()
+        analysis = _LastWeightsAnalysis()
         observe_model(model, batches, [analysis])
         rows.append(analysis.rows)
         names = [name for of_kind in analysis.names.values() for name in of_kind]
     everything = torch.cat(rows)
-    differs = everything.std(0, correction=0) > SMALLEST_DEVIATION
+    differs = everything.std(0, correction=0) > _SMALLEST_DEVIATION
     if not differs.any():
         return None
     rows = [row[:, differs] for row in rows]

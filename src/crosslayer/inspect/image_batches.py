@@ -16,7 +16,7 @@ from ..validation import check_positive
 from .observation import ModelInputs
 
 # of image processors in transformers: the mean and deviation that pixels from 0 to 1 are normed by
-PROCESSOR_FILE = "preprocessor_config.json"
+_PROCESSOR_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def make_image_batches(
     """
     check_positive(sequences=images, batch_size=batch_size)
     shape = _image_shape(config)
-    mean, std = _pixel_moments(processor / PROCESSOR_FILE, shape[0])
+    mean, std = _pixel_moments(processor / _PROCESSOR_FILE, shape[0])
     files_of_class: dict[str, list[Path]] = {}
     for file, name in zip(*list_images(source), strict=True):
         files_of_class.setdefault(name, []).append(file)

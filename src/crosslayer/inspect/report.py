@@ -19,7 +19,7 @@ from .training_summary import GroupedRuns, GroupSummary, measure_scaling, summar
 
 JSON_FILE = "inspection.json"
 REPORT_FILE = "report.html"
-FIGURE_FOLDER = "figures"
+_FIGURE_FOLDER = "figures"
 
 
 @dataclass
@@ -92,7 +92,7 @@ def write_inspection_report(
     Returns:
         The names of the sections in which no model has anything to show.
     """
-    pictures = folder / FIGURE_FOLDER
+    pictures = folder / _FIGURE_FOLDER
     pictures.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"setup": setup, "models": to_json_value(models)}
     panels_of_sections = [(section, section.panels(models)) for section in sections]
@@ -138,7 +138,7 @@ def _joined(names: Sequence[str]) -> str:
 
 
 # title of a column, and a group's text in it
-TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
+_TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
     ("run", lambda group: group.label),
     ("connection", lambda group: group.connection),
     ("data", lambda group: group.data),
@@ -170,7 +170,7 @@ TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
 
 def _training_html(groups: Sequence[GroupSummary]) -> str:
     """A row for each group, with the columns that any group has a text in."""
-    columns = [(title, [show(group) for group in groups]) for title, show in TRAINING_COLUMNS]
+    columns = [(title, [show(group) for group in groups]) for title, show in _TRAINING_COLUMNS]
     columns = [(title, texts) for title, texts in columns if any(texts)]
     titles = [title for title, _ in columns]
     return render_table(titles, zip(*(texts for _, texts in columns), strict=True), "numbers")
@@ -181,7 +181,7 @@ def _shown(value: Any, show: Callable[[Any], str]) -> str:
 
 
 # title, the analysis that it shows, and its text
-FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
+_FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
     ("Λ score (1: as pre-norm)", "findings", lambda found: _number(found.lambda_score)),
     (
         "weight of the embedding in the readout (1: as the mean source)",
@@ -216,7 +216,7 @@ FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 def _findings_html(models: InspectedModels) -> str:
     rows = [["connection", *(model.connection for model in models)]]
-    for title, analysis, describe in FINDINGS:
+    for title, analysis, describe in _FINDINGS:
         if any(analysis in model.results for model in models):
             rows.append(
                 [title, *(describe(m[analysis]) if analysis in m.results else "" for m in models)]

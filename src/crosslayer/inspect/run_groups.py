@@ -18,7 +18,7 @@ from .runs import TrainingRun
 
 SHAPE = ("layers", "dim")  # of a backbone
 # MUDD's MLP widths belong to the method
-BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
+_BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
 BATCHES = ("context", "batch")
 # The keys of transformers' configs for the number of experts in a layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -175,7 +175,7 @@ def backbone_of(group: RunGroup) -> str:
     """What groups of the same data share whose losses can be compared at any step: backbone and
     batches.
     """
-    return _settings_key(group, (*BACKBONE, *BATCHES))
+    return _settings_key(group, (*_BACKBONE, *BATCHES))
 
 
 def _settings_key(group: RunGroup, names: Sequence[str]) -> str:
@@ -234,7 +234,7 @@ def join_titles(*titles: str) -> str:
 
 def split_by_backbone(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """Groups with the same backbone, with a title; the title is empty where all have the same."""
-    return _split_groups(groups, (*BACKBONE, *BATCHES))
+    return _split_groups(groups, (*_BACKBONE, *BATCHES))
 
 
 def split_by_shape(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:

@@ -187,12 +187,12 @@ def _make_run(
         settings=settings,
         result=row,
         status=status,
-        tasks=read_task_accuracies(folder, last_step),
+        tasks=_read_task_accuracies(folder, last_step),
         data_digest=digest,
     )
 
 
-def read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]:
+def _read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]:
     """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
 
     Its step is the number after "step" in the name of the evaluated model, or else the last one in

@@ -16,7 +16,7 @@ from .gates import GateStatistics, share_bins
 from .inspection import ModelInspection
 
 # Keys of a config that say where a model comes from, not what it is.
-ORIGIN_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_ORIGIN_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 Combine = Callable[[Tensor], Tensor]  # [models …] -> […]
 
@@ -33,7 +33,9 @@ def seed_deviation(values: Tensor) -> Tensor:
 
 def describe_configuration(model: Any) -> str:
     """The configuration of a backbone and its connection. Seeds of one arm have the same."""
-    config = {key: value for key, value in model.config.to_dict().items() if key not in ORIGIN_KEYS}
+    config = {
+        key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN_KEYS
+    }
     return json.dumps(config, sort_keys=True, default=str)
 
 

@@ -16,8 +16,8 @@ from .inspection import InspectionSubject
 from .observation import ModelInputs
 from .text_batches import find_sink_ids, make_text_batches
 
-DEFAULT_CONTEXT = 256  # tokens in a sequence
-LABELLED_DOCUMENTS = 20_000  # that are read to find the labels
+_DEFAULT_CONTEXT = 256  # tokens in a sequence
+_LABELLED_DOCUMENTS = 20_000  # that are read to find the labels
 
 
 def text_subject(
@@ -61,14 +61,14 @@ def text_subject(
 
 
 def choose_context(model: Any, context: int | None) -> int:
-    """The context given, or `DEFAULT_CONTEXT`, or the model's where that is smaller.
+    """The context given, or `_DEFAULT_CONTEXT`, or the model's where that is smaller.
 
     Raises:
         ValueError: the model's is smaller than the one given, or that is less than 2.
     """
     if context is not None:
         return check_context(model, context)
-    return min(DEFAULT_CONTEXT, context_limit(model) or DEFAULT_CONTEXT)
+    return min(_DEFAULT_CONTEXT, context_limit(model) or _DEFAULT_CONTEXT)
 
 
 def check_layer(model: Any, layer: int | None) -> None:
@@ -130,8 +130,8 @@ def _split_documents(
 ) -> dict[str, Iterator[Document]]:
     """The documents of each group; of one group, called "", where there are none.
 
-    Of documents with labels, at most `LABELLED_DOCUMENTS` are read, as they may be sorted by label.
-    Of each label, no more are kept than the sequences can need: one a sequence.
+    Of documents with labels, at most `_LABELLED_DOCUMENTS` are read, as they may be sorted by
+    label. Of each label, no more are kept than the sequences can need: one a sequence.
     """
     folder = Path(data)
     if TextSource.parse(data).kind == "files" and folder.is_dir():
@@ -145,7 +145,7 @@ def _split_documents(
     if not all(document.label for document in first):
         return {"": chain(first, documents)}
     by_label: dict[str, list[Document]] = {}
-    for document in chain(first, islice(documents, max(0, LABELLED_DOCUMENTS - len(first)))):
+    for document in chain(first, islice(documents, max(0, _LABELLED_DOCUMENTS - len(first)))):
         of_label = by_label.setdefault(document.label, [])
         if len(of_label) < most:
             of_label.append(document)

@@ -11,7 +11,7 @@ from ..data.readers import Document
 from ..validation import check_positive
 from .observation import ModelInputs
 
-SINK_TEXTS = (".", "\n")
+_SINK_TEXTS = (".", "\n")
 
 
 def make_text_batches(
@@ -55,7 +55,7 @@ def find_sink_ids(tokenizer: Any) -> set[int]:
     sinks = set()
     if tokenizer.bos_token_id is not None:
         sinks.add(tokenizer.bos_token_id)
-    for text in SINK_TEXTS:
+    for text in _SINK_TEXTS:
         # The token of the text alone, and the one after a word: SentencePiece has both.
         for context in (text, f"a{text}"):
             ids = tokenizer.encode(context, add_special_tokens=False)

@@ -31,7 +31,7 @@ from .training import (
 )
 
 FLOPS_PER_PARAMETER = 6  # and token: 2 of the forward pass, 4 of the backward pass
-FEWEST_POINTS = 3  # of a validation curve that says where a loss is reached
+_FEWEST_POINTS = 3  # of a validation curve that says where a loss is reached
 
 
 @dataclass
@@ -155,7 +155,7 @@ def compared_set(groups: Sequence[RunGroup]) -> str | None:
     if name is None:
         return None
     points = min(len(run.curve.valid.get(name, [])) for run in runs)
-    return name if points >= FEWEST_POINTS else None
+    return name if points >= _FEWEST_POINTS else None
 
 
 def loss_name(valid_name: str | None) -> str:
@@ -291,26 +291,26 @@ def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
         for label, members in split_by_series(dense).items()
     ]
     for one in series:
-        one.power_law = _fit_runs(one, run_size)
+        one.power_law = _fit_runs(one, _run_size)
     main = find_main_series([group for one in series for group in one.groups])
     reference = next(one for one in series if one.label == main)
     reference.is_main = True
-    law = _fit_runs(reference, run_compute)
+    law = _fit_runs(reference, _run_compute)
     for one in series:
         if one is not reference and law is not None and law.b > 0:
-            one.multiplier = estimate_multiplier(law, *_points(one, run_compute))
+            one.multiplier = estimate_multiplier(law, *_points(one, _run_compute))
     return series
 
 
-def run_size(run: TrainingRun) -> float:
+def _run_size(run: TrainingRun) -> float:
     """Parameters of a run's model."""
     return run.number("parameters")
 
 
-def run_compute(run: TrainingRun) -> float:
+def _run_compute(run: TrainingRun) -> float:
     """FLOPs of a run: 6 × parameters × tokens (images, or steps where no more is known)."""
     units, _ = run.units_per_step
-    return FLOPS_PER_PARAMETER * run_size(run) * units * run.settings.get("steps", 1)
+    return FLOPS_PER_PARAMETER * _run_size(run) * units * run.settings.get("steps", 1)
 
 
 def _points(

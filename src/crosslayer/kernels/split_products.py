@@ -18,7 +18,7 @@ from .launch import INTERPRETED
 
 
 @triton.jit
-def multiply_parts(a, b, acc):
+def _multiply_parts(a, b, acc):
     """acc + a b of two bfloat16 tensors."""
     if INTERPRETED:  # It multiplies the bits of bfloat16 numbers, not their values.
         a = a.to(tl.float32)
@@ -27,7 +27,7 @@ def multiply_parts(a, b, acc):
 
 
 @triton.jit
-def split_parts(x):
+def _split_parts(x):
     """Three bfloat16 tensors whose sum is x, the largest first."""
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
@@ -42,7 +42,7 @@ def split_operand(x, PARTS: tl.constexpr):
     if PARTS == 1:
         parts = (x,)
     else:
-        parts = split_parts(x)
+        parts = _split_parts(x)
     return parts
 
 
@@ -80,7 +80,7 @@ def multiply_by_parts(rows, parts):
     else:
         product = tl.zeros([rows.shape[0], parts[0].shape[1]], tl.float32)
         for i in tl.static_range(COUNT):
-            product = multiply_parts(rows, parts[COUNT - 1 - i], product)
+            product = _multiply_parts(rows, parts[COUNT - 1 - i], product)
     return product
 
 
@@ -92,12 +92,12 @@ def multiply_split(a, b):
     else:
         # The products that float32 can hold, the smallest first.
         product = tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32)
-        product = multiply_parts(a[2], tl.trans(b[0]), product)
-        product = multiply_parts(a[1], tl.trans(b[1]), product)
-        product = multiply_parts(a[0], tl.trans(b[2]), product)
-        product = multiply_parts(a[1], tl.trans(b[0]), product)
-        product = multiply_parts(a[0], tl.trans(b[1]), product)
-        product = multiply_parts(a[0], tl.trans(b[0]), product)
+        product = _multiply_parts(a[2], tl.trans(b[0]), product)
+        product = _multiply_parts(a[1], tl.trans(b[1]), product)
+        product = _multiply_parts(a[0], tl.trans(b[2]), product)
+        product = _multiply_parts(a[1], tl.trans(b[0]), product)
+        product = _multiply_parts(a[0], tl.trans(b[1]), product)
+        product = _multiply_parts(a[0], tl.trans(b[0]), product)
     return product
 
 
@@ -108,7 +108,7 @@ def split_weight_rows(
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     k = tl.arange(0, WIDE)[None, :]
     w = tl.load(W + row * row_stride + k * column_stride, mask=(row < rows) & (k < K), other=0.0)
-    first, second, third = split_parts(w)
+    first, second, third = _split_parts(w)
     columns = stored_columns(K, 3)
     at = parts + row * columns + k
     size = tl.cast(rows, tl.int64) * columns
@@ -121,7 +121,7 @@ def split_weight_rows(
 def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor, int]:
     """A matrix of weights as a kernel reads it, and the number of its parts.
 
-    For bfloat16 streams, three bfloat16 tensors [rows, aligned_columns(K)] whose sum is W, the
+    For bfloat16 streams, three bfloat16 tensors [rows, _aligned_columns(K)] whose sum is W, the
     largest first. Their rows are multiples of 16 bytes: columns beyond K are 0.
 
     Args:
@@ -132,7 +132,7 @@ def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor
     rows, K = W.shape
     if not is_reused or H.dtype != torch.bfloat16:
         return W.contiguous(), 1
-    columns = aligned_columns(K)
+    columns = _aligned_columns(K)
     tile = 64
     parts = torch.empty(3, rows, columns, dtype=torch.bfloat16, device=W.device)
     launch.launch_kernel(
@@ -148,7 +148,7 @@ def centre_columns(W: Tensor) -> Tensor:
     return W - W.mean(0)
 
 
-def aligned_columns(K: int) -> int:
+def _aligned_columns(K: int) -> int:
     """The number of columns that are stored of a part."""
     return 8 * launch.ceil_div(K, 8)
 
@@ -165,7 +165,7 @@ def weight_operand_bytes(rows: int, K: int, size: int) -> int:
         rows, K: of W.
         size: bytes an element of the streams.
     """
-    part_bytes = 3 * 2 * rows * aligned_columns(K)
+    part_bytes = 3 * 2 * rows * _aligned_columns(K)
     return 4 * rows * K + (2 * part_bytes if size == 2 else 0)
 
 

@@ -13,7 +13,7 @@ from .manual_backward import definition_gradients, run_function, separate_output
 from .mix import add_weighted_sum, pass_sources_on, plain_weighted_sum, weighted_sum
 from .products import project_manual_grad, row_dot
 
-FEW_ELEMENTS = 2**15  # of a source, as when decoding
+_FEW_ELEMENTS = 2**15  # of a source, as when decoding
 
 
 @kernel_op
@@ -98,23 +98,23 @@ def score_sources(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, T
     Returns:
         r [L B T] and z [B T S L], float32.
     """
-    if not torch.compiler.is_compiling() and X[0].numel() <= FEW_ELEMENTS:
+    if not torch.compiler.is_compiling() and X[0].numel() <= _FEW_ELEMENTS:
         # A copy of all sources takes less time than calling each function once a source.
         H = torch.stack([*X])
         r = rstd(H, eps)
-        return r, project_rms(H, Q, r).movedim(0, -1)
+        return r, _project_rms(H, Q, r).movedim(0, -1)
     r = torch.stack([rstd(x, eps) for x in X])
-    scores = [project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)]
+    scores = [_project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)]
     return r, torch.stack(scores, -1)
 
 
-def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
+def _project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
     return project_manual_grad(upcast(x), Q.mT) * r[..., None]
 
 
 def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor) -> Tensor:
-    """The gradient of `project_rms`'s x, added to dx.
+    """The gradient of `_project_rms`'s x, added to dx.
 
     dx + Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x
 
@@ -122,7 +122,7 @@ def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: T
         x: [B T D].
         Q: [S D].
         r: x's `rstd`, [B T].
-        z: the result of `project_rms`, [B T S].
+        z: the result of `_project_rms`, [B T S].
         dz: its gradient, [B T S].
         dx: [B T D].
 
@@ -138,6 +138,6 @@ def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: T
 
 
 def project_rms_dq(x: Tensor, r: Tensor, dz: Tensor) -> Tensor:
-    """The gradient of `project_rms`'s Q, [S D]. Arguments: see `project_rms_dx`."""
+    """The gradient of `_project_rms`'s Q, [S D]. Arguments: see `project_rms_dx`."""
     g = dz * r[..., None]
     return g.reshape(-1, g.shape[-1]).mT @ upcast(x).reshape(-1, x.shape[-1])

@@ -10,12 +10,12 @@ from torch import Tensor
 from .manual_backward import is_transformed
 
 Op = TypeVar("Op", bound=Callable[..., Any])
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Device types on which kernels run; `crosslayer.use_kernels` sets them.
 kernel_devices: tuple[str, ...] = ()
 
 
-class RegisteredKernel(NamedTuple):
+class _RegisteredKernel(NamedTuple):
     """An op's kernel, and whether it can run on given arguments (those of the op)."""
 
     run: Callable[..., Any]
@@ -23,7 +23,7 @@ class RegisteredKernel(NamedTuple):
 
 
 # By the name of the op. `crosslayer.kernels` fills it when it is imported.
-registered_kernels: dict[str, RegisteredKernel] = {}
+registered_kernels: dict[str, _RegisteredKernel] = {}
 
 
 class KernelOp(Protocol):
@@ -51,12 +51,12 @@ def register_kernel(
         kernel: takes the op's arguments and returns what its reference returns.
         supports: takes the op's arguments; where it returns False, the reference runs instead.
     """
-    registered_kernels[name] = RegisteredKernel(kernel, supports)
+    registered_kernels[name] = _RegisteredKernel(kernel, supports)
 
 
 def uses_kernel(x: Tensor) -> bool:
     """Whether ops run their kernels on tensors like x."""
-    supported = x.device.type in kernel_devices and x.dtype in KERNEL_DTYPES
+    supported = x.device.type in kernel_devices and x.dtype in _KERNEL_DTYPES
     return supported and not is_transformed()
 
 

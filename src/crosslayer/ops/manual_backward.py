@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 _RETURNS_INTERMEDIATES = torch.__version__ < "2.12"
 
 
-class DefinedFunction(Protocol):
+class _DefinedFunction(Protocol):
     """A `torch.autograd.Function` with a definition."""
 
     @staticmethod
@@ -55,7 +55,7 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
-def run_function(function: type[DefinedFunction], *args: Any) -> Any:
+def run_function(function: type[_DefinedFunction], *args: Any) -> Any:
     """`function.apply`, or its definition where autograd must see plain torch."""
     if is_transformed():
         return function.definition(*args)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..norms import upcast
 
 
-def prefer_sums(products: int) -> bool:
+def _prefer_sums(products: int) -> bool:
     """Whether to write so many products of rows as sums: if inductor compiles and they are few."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and products <= 16
 
@@ -31,14 +31,14 @@ def project_manual_grad(x: Tensor, W: Tensor) -> Tensor:
 
     Inductor's gradient of the sums is wrong in some graphs (torch 2.13).
     """
-    if prefer_sums(W.shape[-1]):
+    if _prefer_sums(W.shape[-1]):
         return torch.stack([(x * w).sum(-1) for w in W.unbind(-1)], -1)
     return project_tall(x, W)
 
 
 def project_back(g: Tensor, W: Tensor) -> Tensor:
     """g Wᵀ for a tall W, the gradient of `project_manual_grad`'s x: [… K] and [D K] -> [… D]."""
-    if prefer_sums(W.shape[-1]):
+    if _prefer_sums(W.shape[-1]):
         columns = zip(g.unbind(-1), W.unbind(-1), strict=True)
         return reduce(torch.add, (g_k[..., None] * w for g_k, w in columns))
     return g @ W.mT
@@ -56,7 +56,7 @@ def mix_streams(H: Tensor, w: Tensor) -> Tensor:
     Returns:
         [B T C D] in H's dtype.
     """
-    if prefer_sums(w.shape[-2] * w.shape[-1]):
+    if _prefer_sums(w.shape[-2] * w.shape[-1]):
         return (w[..., None] * upcast(H)[..., None, :]).sum(-3).to(H.dtype)
     # A contiguous copy of the weights: torch multiplies a batch of strided matrices one by one.
     return (w.mT.contiguous() @ upcast(H)).to(H.dtype)
@@ -74,7 +74,7 @@ def row_dots(Y: Tensor, H: Tensor) -> Tensor:
 
 def stream_gram(A: Tensor, B: Tensor) -> Tensor:
     """⟨A_s, B_c⟩, computed in float32 or wider: [… n D], [… m D] -> [… n m]."""
-    if prefer_sums(A.shape[-2] * B.shape[-2]):
+    if _prefer_sums(A.shape[-2] * B.shape[-2]):
         rows = [torch.stack([row_dot(a, b) for b in B.unbind(-2)], -1) for a in A.unbind(-2)]
         return torch.stack(rows, -2)
     return upcast(A) @ upcast(B).mT

@@ -124,19 +124,19 @@ def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor
     return rms(rows, eps) @ W
 
 
-class UnweightedWrite(NamedTuple):
+class _UnweightedWrite(NamedTuple):
     """A pending write with weight 1."""
 
     rows: int  # of a token
     dtype: torch.dtype
 
 
-def describe_unweighted(Y: Tensor | None, beta: Tensor | None) -> UnweightedWrite | None:
+def describe_unweighted(Y: Tensor | None, beta: Tensor | None) -> _UnweightedWrite | None:
     """What a backward needs of a write with weight 1; None for any other, or for no write."""
-    return UnweightedWrite(Y.shape[-2], Y.dtype) if Y is not None and beta is None else None
+    return _UnweightedWrite(Y.shape[-2], Y.dtype) if Y is not None and beta is None else None
 
 
-def unweighted_gradient(dH: Tensor, write: UnweightedWrite | None) -> Tensor | None:
+def unweighted_gradient(dH: Tensor, write: _UnweightedWrite | None) -> Tensor | None:
     """dY of a write with weight 1: [B T n D] -> [B T n|1 D]; None for None."""
     if write is None:
         return None

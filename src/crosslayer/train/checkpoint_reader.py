@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 # the classes of .metadata, as torch 2.13 writes it
-CLASSES: tuple[type, ...] = (
+_CLASSES: tuple[type, ...] = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
     metadata.BytesStorageMetadata,
@@ -32,8 +32,8 @@ def _memory_format(_: Any, name: str) -> Any:
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
-GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
-    **{(cls.__module__, cls.__qualname__): cls for cls in CLASSES},
+_GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
+    **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
@@ -87,15 +87,15 @@ class _MetadataUnpickler(_PythonUnpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in GLOBALS:
-            return GLOBALS[module, name]
+        if (module, name) in _GLOBALS:
+            return _GLOBALS[module, name]
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         raise pickle.UnpicklingError(f".metadata names {module}.{name}, which it must not contain")
 
     def load_build(self) -> None:
         """Set attributes, of an instance alone: those of a class or a function are everyone's."""
-        if not isinstance(self.stack[-2], CLASSES):
+        if not isinstance(self.stack[-2], _CLASSES):
             raise pickle.UnpicklingError(f".metadata changes {self.stack[-2]!r}")
         super().load_build()
 

@@ -14,7 +14,7 @@ from ..connection import Connection, State, autocast_disabled, find_connections
 from ..fsdp import sharded_modules, unsharded_modules
 from ..hf.attach import find_backbone
 
-MAX_TOKENS = 256  # of the first example: enough for a mean
+_MAX_TOKENS = 256  # of the first example: enough for a mean
 
 
 def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
@@ -52,7 +52,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     # a method that norms its stream may use norms of the host, so all of the model is needed
     needed = model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)
     with unsharded_modules(sharded_modules(needed)):
-        return _replay_connections(sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))])
+        return _replay_connections(sites, [outputs[k][:1, :_MAX_TOKENS] for k in range(len(sites))])
 
 
 def _replay_connections(sites: list[Connection], outputs: list[Tensor]) -> dict[str, float]:

@@ -25,9 +25,9 @@ from ..recompute import enable_recompute
 from .settings import EngineSettings
 
 # what torchrun sets for each of its processes, besides WORLD_SIZE
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SECONDS_TO_PROBE = 5
-SECONDS_TO_REMARK = 20
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECONDS_TO_PROBE = 5
+_SECONDS_TO_REMARK = 20
 
 
 def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric:
@@ -45,7 +45,7 @@ def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric
     else:
         compute_dtype = torch.bfloat16 if engine.precision == "bf16-mixed" else None
         strategy = ModelParallelStrategy(
-            lambda model, mesh: shard_model(model, mesh["data_parallel"], compute_dtype), ranks, 1
+            lambda model, mesh: _shard_model(model, mesh["data_parallel"], compute_dtype), ranks, 1
         )
     # bf16-true models are built in bfloat16; Fabric would also convert buffers and the connections'
     # parameters
@@ -76,7 +76,7 @@ def _launched_ranks() -> tuple[int, int]:
         if not re.fullmatch("[1-9][0-9]{0,5}", value):
             raise ValueError(f"the variable {name} must be a number of processes, got {value!r}")
         sizes.append(int(value))
-    missing = [name for name in RANK_VARIABLES if name not in os.environ]
+    missing = [name for name in _RANK_VARIABLES if name not in os.environ]
     if sizes[0] > 1 and missing:
         raise ValueError(
             f"WORLD_SIZE is {sizes[0]}, but {', '.join(missing)} are not set: nobody starts the "
@@ -109,9 +109,9 @@ def _watch_store(done: threading.Event, ranks: int, address: tuple[str, int]) ->
     host, port = address
     torchrun_answers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     seconds = 0
-    while not done.wait(SECONDS_TO_PROBE):
-        seconds += SECONDS_TO_PROBE
-        if seconds == SECONDS_TO_REMARK:
+    while not done.wait(_SECONDS_TO_PROBE):
+        seconds += _SECONDS_TO_PROBE
+        if seconds == _SECONDS_TO_REMARK:
             print(
                 f"crosslayer: waiting for {ranks} processes at {host}:{port}",
                 file=sys.stderr,
@@ -128,7 +128,7 @@ def _watch_store(done: threading.Event, ranks: int, address: tuple[str, int]) ->
 
 def _is_port_open(address: tuple[str, int]) -> bool:
     try:
-        socket.create_connection(address, timeout=SECONDS_TO_PROBE).close()
+        socket.create_connection(address, timeout=_SECONDS_TO_PROBE).close()
     except ConnectionRefusedError:
         return False
     except OSError:  # slow or out of reach for the moment
@@ -143,7 +143,7 @@ def shutdown_distributed() -> None:
         torch.distributed.destroy_process_group()
 
 
-def shard_model(model: nn.Module, mesh: Any, compute_dtype: torch.dtype | None) -> nn.Module:
+def _shard_model(model: nn.Module, mesh: Any, compute_dtype: torch.dtype | None) -> nn.Module:
     """Shard a connected model with FSDP2, layer by layer.
 
     All parameters of an FSDP group have one dtype, so the connections' float32 parameters are
@@ -201,7 +201,7 @@ def apply_recomputation(model: Any, engine: EngineSettings) -> None:
     """
     if engine.recompute == "reads":
         for connection in find_connections(model):
-            swap_class(connection, CheckpointedRead)
+            swap_class(connection, _CheckpointedRead)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
     elif engine.recompute != "none":
@@ -248,7 +248,7 @@ def checkpoint_layers(model: Any) -> None:
     model.enable_gradient_checkpointing()  # diffusers
 
 
-class CheckpointedRead:
+class _CheckpointedRead:
     """Mixed into a connection's class: a call stores its state alone, and is recomputed in the
     backward pass.
     """

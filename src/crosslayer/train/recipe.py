@@ -27,8 +27,8 @@ from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_opt
 from .task import LANGUAGE_TASK, TrainingTask
 
 Scale = Literal["full", "tiny"]
-TINY_DIM = 64
-TINY_STEPS = 160
+_TINY_DIM = 64
+_TINY_STEPS = 160
 
 
 @dataclass
@@ -139,9 +139,9 @@ class Recipe:
             ValueError: an option is unknown, has a value that it cannot have, or is a pretrained
                 model where the scale is tiny.
         """
-        options = join_options(self.options, arm.options if arm else {})
+        options = _join_options(self.options, arm.options if arm else {})
         if self.scale == "tiny":
-            pretrained = join_options(options, self.overrides).get("pretrained")
+            pretrained = _join_options(options, self.overrides).get("pretrained")
             if pretrained is not None:
                 raise ValueError(
                     "--scale tiny builds a small model with random weights, which excludes the "
@@ -149,10 +149,10 @@ class Recipe:
                 )
             stated = Settings.from_options(**options).to_options()
             options |= _tiny_options(stated, self.task)
-        return Settings.from_options(**join_options(options, self.overrides))
+        return Settings.from_options(**_join_options(options, self.overrides))
 
 
-def join_options(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+def _join_options(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Merged options: the later ones override the others.
 
     A pretrained model among these replaces the backbone and the tokenizer of the others.
@@ -192,14 +192,14 @@ def load_recipe(
         options = parse_options(options)
         for arm in arms:
             arm.options = parse_options(arm.options)
-            Settings.from_options(**join_options(options, arm.options))
+            Settings.from_options(**_join_options(options, arm.options))
         recipe = Recipe(arms, options, scale, overrides, task)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
     if scale == "tiny":
         for arm in arms:
-            layers = Settings.from_options(**join_options(options, arm.options)).model.layers
+            layers = Settings.from_options(**_join_options(options, arm.options)).model.layers
             tiny_layers = recipe.settings(arm).model.layers
             arm.connection = _shorten_connection(arm.connection, layers, tiny_layers)
     return recipe
@@ -245,7 +245,7 @@ def _tiny_options(stated: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
         stated: every option at full scale.
         task: for the options without which it would not run on any machine.
     """
-    width_ratio = TINY_DIM / stated["dim"]
+    width_ratio = _TINY_DIM / stated["dim"]
     heads = max(1, min(stated["heads"], 4))
     heads_ratio = heads / stated["heads"]
     model_config = {
@@ -253,19 +253,19 @@ def _tiny_options(stated: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
         for key, value in stated["model_config"].items()
         if key != "head_dim"
     }
-    delay = round(stated["delay"] / stated["steps"] * TINY_STEPS)  # as late in the run
+    delay = round(stated["delay"] / stated["steps"] * _TINY_STEPS)  # as late in the run
     # in so few steps a longer average would still be the first weights
     ema = None if stated["ema"] is None else 0.9
     return {
         "layers": max(min(6, stated["layers"]), stated["layers"] // 6),
-        "dim": TINY_DIM,
+        "dim": _TINY_DIM,
         "heads": heads,
         "vocab": None,
         "model_config": model_config | task.tiny_model_config,
         "context": min(stated["context"], 128),
         "batch": 8,
         "accumulate": 1,
-        "steps": TINY_STEPS,
+        "steps": _TINY_STEPS,
         "warmup": 0.1,
         "delay": delay,
         "ema": ema,

@@ -24,7 +24,7 @@ from .results_table import TableRow, result_table
 def write_comparison_report(comparison: Comparison) -> None:
     """Write report.md and report.html to the comparison's folder."""
     write_text_atomic(comparison.folder / "report.md", markdown_report(comparison))
-    write_text_atomic(comparison.folder / "report.html", html_report(comparison))
+    write_text_atomic(comparison.folder / "report.html", _html_report(comparison))
 
 
 def table_columns(comparison: Comparison) -> list[str]:
@@ -87,7 +87,7 @@ def markdown_report(comparison: Comparison) -> str:
     return f"# crosslayer compare\n\n{markdown_table(columns, rows)}\n\n{notes}"
 
 
-def html_report(comparison: Comparison) -> str:
+def _html_report(comparison: Comparison) -> str:
     """report.html: the table, figures and the notes, in one file."""
     figures = [
         ("Validation loss during training", plot_curves),

@@ -26,7 +26,7 @@ from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Se
 
 SAME_RATE = "at the given lr"
 # A warm-up of fewer steps can favour other connections over pre-norm (docs/evidence.md).
-SHORT_WARMUP = 48
+_SHORT_WARMUP = 48
 
 # Arms that differ in none of these have the same data, batches, backbone weights, learning rates.
 _DATA_OPTIONS = {"data", "valid", "tokenizer", "context", "task_options", "model_config"}
@@ -46,7 +46,7 @@ def report_notes(comparison: Comparison) -> list[str]:
     if not any(arm.connection == "prenorm" for arm in comparison.arms):
         notes.append("No arm is prenorm, so there is nothing to compare with; add it to the arms.")
     rows = result_table(comparison)
-    seeds = most_seeds(rows)
+    seeds = _most_seeds(rows)
     if seeds > 1:
         fewer = "".join(f", {row.seeds} for {row.arm}" for row in rows if row.seeds < seeds)
         notes.append(
@@ -98,7 +98,7 @@ def _data_note(comparison: Comparison) -> str:
             f"; the frequencies of single {_sequence_unit(comparison)} give "
             f"{results.entropy:.3f} bits per byte"
         )
-    owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
+    owner = f" of {first.name}" if _DATA_OPTIONS & _differing_options(comparison).keys() else ""
     return (
         f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
         f"{_passes_text(comparison, first)}."
@@ -115,7 +115,7 @@ def _environment_note(comparison: Comparison) -> str:
 
 def _fairness_note(comparison: Comparison) -> str:
     """What the arms share, and what their differences and ratios are to."""
-    differing = differing_options(comparison)
+    differing = _differing_options(comparison)
     operations = comparison.results.environment.get("operations", TORCH_OPERATIONS)
     return (
         f"{_arms_alike(differing, _BATCH_OPTIONS)} see the same batches in the same order. "
@@ -257,7 +257,7 @@ def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
     return questions
 
 
-def most_seeds(rows: list[TableRow]) -> int:
+def _most_seeds(rows: list[TableRow]) -> int:
     """The largest number of finished runs of an arm."""
     return max((row.seeds for row in rows), default=0)
 
@@ -285,17 +285,17 @@ def scope_notes(comparison: Comparison) -> list[str]:
             "(--embedding-lr-scale 50)"
         )
     warmup = min(warmup_steps(settings.optimization) for settings in of_arms)
-    if warmup < SHORT_WARMUP:
+    if warmup < _SHORT_WARMUP:
         open_questions.append(
             f"whether a gain lasts with a longer warm-up than {warmup:g} steps (--warmup)"
         )
-    if most_seeds(rows) == 1:
+    if _most_seeds(rows) == 1:
         open_questions.append(
             "which of two close arms is better, as one seed has no interval (--seeds 3)"
         )
     scope = "This comparison can show an effect that is large from the start. Not tested: "
     notes = [f"{scope}{'; '.join(open_questions)}."]
-    differing = differing_options(comparison)
+    differing = _differing_options(comparison)
     if differing:
         notes.append(f"The arms differ in options too: {_describe_options(differing)}.")
     rates_text = "one learning rate for all"
@@ -306,7 +306,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
     return notes + _interval_notes(rows, rates_text)
 
 
-def differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
+def _differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
     """The options in which the arms differ, with the names of the arms that have each value.
 
     Options that change losses by rounding alone are left out.

@@ -154,7 +154,7 @@ def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
     )
 
 
-def build_language_model(
+def _build_language_model(
     model: ModelSettings, data: DataSettings, num_classes: int, dtype: torch.dtype
 ) -> nn.Module:
     """A causal language model of transformers with random weights.
@@ -177,23 +177,23 @@ def build_language_model(
     return make_language_model(config, dtype=dtype)
 
 
-def evaluate_texts(model: nn.Module, tokens: Tensor, indices: list[int]) -> dict[str, Tensor]:
+def _evaluate_texts(model: nn.Module, tokens: Tensor, indices: list[int]) -> dict[str, Tensor]:
     """Each sequence's mean cross-entropy. tokens: [B T + 1]."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return {"loss": cross_entropy(logits, tokens[:, 1:]).mean(1)}
 
 
-def count_tokens(tokens: Tensor) -> int:
+def _count_tokens(tokens: Tensor) -> int:
     """Tokens that are predicted. tokens: [B T + 1]."""
     return tokens[:, 1:].numel()
 
 
 LANGUAGE_TASK = TrainingTask(
     load_examples=load_texts,
-    build_backbone=build_language_model,
+    build_backbone=_build_language_model,
     loss=next_token_loss,
-    evaluate=evaluate_texts,
-    count_units=count_tokens,
+    evaluate=_evaluate_texts,
+    count_units=_count_tokens,
     unit="tokens",
     loss_unit=lambda data: f"nats per {'byte' if data.tokenizer == 'bytes' else 'token'}",
     tiny_options={"data": "stdlib", "valid": {}, "valid_groups": {}, "tokenizer": "bytes"},

@@ -50,8 +50,8 @@ from .signals import StopSignals
 from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask
 from .weight_averages import averaged_weights
 
-WARM_UP_STEPS = 3  # of a process, which are slower
-TIMED_STEPS = 200  # whose median duration tells the speed
+_WARM_UP_STEPS = 3  # of a process, which are slower
+_TIMED_STEPS = 200  # whose median duration tells the speed
 
 
 class RunDiverged(Exception):
@@ -152,7 +152,7 @@ class Trainer:
         self._batches: Iterator[Batch] | None = None
         self.last_batch: Batch = None
         self._first_durations: list[float] = []  # of the steps that warm up caches
-        self._durations: deque[float] = deque(maxlen=TIMED_STEPS)  # of those after them
+        self._durations: deque[float] = deque(maxlen=_TIMED_STEPS)  # of those after them
         self._signals = StopSignals()
         self.optimizers: list[torch.optim.Optimizer] = []
         shares = fabric.world_size * engine.accumulate
@@ -274,7 +274,7 @@ class Trainer:
         if step <= optimization.delay:
             for optimizer in self.optimizers:
                 zero_connection_updates(optimizer)
-        grad_norm = clip_grad_norm(self.model, optimization.clip)
+        grad_norm = _clip_grad_norm(self.model, optimization.clip)
 
         # Update. Every rank has the same mean loss here, so all of them update, skip or stop.
         loss, self.stop_requested = self._all_reduce_loss_and_stop(rank_loss)
@@ -303,12 +303,12 @@ class Trainer:
         )
 
     def _record_duration(self, duration: float) -> float:
-        """Record how long a step took; the median of the last `TIMED_STEPS`.
+        """Record how long a step took; the median of the last `_TIMED_STEPS`.
 
         The first steps of a process, which warm up caches, count only as long as there are no
         others. A resumed run has the speed of its checkpoint until then.
         """
-        is_first = len(self._first_durations) < WARM_UP_STEPS
+        is_first = len(self._first_durations) < _WARM_UP_STEPS
         if is_first:
             self._first_durations.append(duration)
         else:
@@ -469,7 +469,7 @@ class Trainer:
         return mean_loss, stop_share > 0
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+def _clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Clip the gradient to `max_norm` (0: no clipping); its norm over all ranks before that."""
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     if isinstance(norm, DTensor):

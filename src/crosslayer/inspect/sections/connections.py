@@ -13,7 +13,7 @@ from ..inspection import ModelInspection
 from ..mixing_summary import SiteMixing
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
-VARIES = 1e-6  # a deviation over tokens that is more than rounding
+_VARIES = 1e-6  # a deviation over tokens that is more than rounding
 
 
 def _unfolded_panels(models: InspectedModels) -> FigurePanels:
@@ -37,7 +37,7 @@ def _one_token_panels(models: InspectedModels) -> FigurePanels:
     panels: FigurePanels = []
     for m in models:
         u = m["unfolded"]
-        if u.std.max() <= VARIES:  # the mean shows it all
+        if u.std.max() <= _VARIES:  # the mean shows it all
             continue
         draw = partial(draw_matrix, values=u.one_token, rows=u.inputs, columns=u.sources)
         draw = partial(draw, limit=_colour_limit([u.one_token]))
@@ -95,7 +95,7 @@ def _mean_panels(models: InspectedModels) -> FigurePanels:
 
 
 def _deviation_panels(models: InspectedModels) -> FigurePanels:
-    dynamic = [m for m in models if any(site.read_std.max() > VARIES for site in m["mixing"])]
+    dynamic = [m for m in models if any(site.read_std.max() > _VARIES for site in m["mixing"])]
     return _read_panels(dynamic, lambda site: site.read_std, signed=False)
 
 

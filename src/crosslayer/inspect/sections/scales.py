@@ -11,7 +11,7 @@ from ..scales import SiteScales
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
 # The ends of a writer's label, and the words for them. A parallel block is both.
-SUBLAYER_KINDS = {".attn": "attention", ".mixer": "mixer", ".mlp": "MLP", ".attn+mlp": "blocks"}
+_SUBLAYER_KINDS = {".attn": "attention", ".mixer": "mixer", ".mlp": "MLP", ".attn+mlp": "blocks"}
 Lines = list[tuple[str, list[float]]]
 
 
@@ -43,7 +43,7 @@ def _block_scale_panels(models: InspectedModels) -> FigurePanels:
 def _activation_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each model and kind of sub-layer: the three largest magnitudes after each."""
     found = []
-    for kind, words in SUBLAYER_KINDS.items():
+    for kind, words in _SUBLAYER_KINDS.items():
         for m in models:
             sites = [site for site in m["scales"] if site.writer.endswith(kind)]
             if sites:
@@ -56,7 +56,7 @@ def _activation_panels(models: InspectedModels) -> FigurePanels:
 def _stream_scale_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each model and kind of sub-layer: the largest magnitude of each stream."""
     found = []
-    for kind, words in SUBLAYER_KINDS.items():
+    for kind, words in _SUBLAYER_KINDS.items():
         for m in models:
             sites = [site for site in m["scales"] if site.writer.endswith(kind)]
             if not sites or not sites[0].has_streams:

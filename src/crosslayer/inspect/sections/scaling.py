@@ -36,8 +36,8 @@ from .view import (
     split_data,
 )
 
-OTHER_DEPTHS = "other depths"
-SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compared as equal
+_OTHER_DEPTHS = "other depths"
+_SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compared as equal
 
 
 @split_data
@@ -120,7 +120,7 @@ def _gap_panels(scaling: Sequence[ScalingSeries]) -> FigurePanels:
 
 def _of_similar_size(groups: Sequence[RunGroup], size: float) -> RunGroup | None:
     nearest = min(groups, key=lambda group: abs(math.log(group.size / size)))
-    similar = abs(nearest.size / size - 1) <= SIMILAR_SIZE
+    similar = abs(nearest.size / size - 1) <= _SIMILAR_SIZE
     return nearest if similar else None
 
 
@@ -149,7 +149,7 @@ def _depth_panels(runs: GroupedRuns) -> FigurePanels:
                 line = mean_line(f"{label}, {title}", part, number, x, "valid_loss")
                 line.style = style
                 line.is_joined = has_different_sizes(part)
-                if title == OTHER_DEPTHS:
+                if title == _OTHER_DEPTHS:
                     line.notes = [f"{_depth_of(group):g}" for group in part]
                 lines.append(line)
     loss = "validation loss (nats)"
@@ -171,14 +171,14 @@ def _split_by_depth(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     alone = {title for title, part in parts.items() if len(part) == 1}
     others = [group for group in members if describe_depth(group) in alone]
     common = {title: part for title, part in parts.items() if title not in alone}
-    return common | ({OTHER_DEPTHS: others} if others else {})
+    return common | ({_OTHER_DEPTHS: others} if others else {})
 
 
 def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """Groups of similar sizes; all together where no two of them have similar sizes."""
     parts: list[list[RunGroup]] = []
     for group in sorted(members, key=attrgetter("size")):
-        if parts and group.size <= (1 + SIMILAR_SIZE) * parts[-1][0].size:
+        if parts and group.size <= (1 + _SIMILAR_SIZE) * parts[-1][0].size:
             parts[-1].append(group)
         else:
             parts.append([group])

@@ -37,7 +37,7 @@ def _distance_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 # The arguments of `draw_matrix`, from those of a function that draws a matrix.
-MATRICES: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
+_MATRICES: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
     draw_matrix: dict,
     draw_unfolded_map: _map_matrix,
     draw_distances: _distance_matrix,
@@ -80,8 +80,8 @@ def _spread_panels(title: str, draw: DrawPanel, of_seeds: list[DrawPanel]) -> Fi
     if not isinstance(draw, partial) or len(of_seeds) < 2:
         return [(title, draw)]
     arguments = [seed.keywords for seed in of_seeds if isinstance(seed, partial)]
-    if draw.func in MATRICES:
-        matrices = [MATRICES[draw.func](seed) for seed in arguments]
+    if draw.func in _MATRICES:
+        matrices = [_MATRICES[draw.func](seed) for seed in arguments]
         values = [matrix["values"] for matrix in matrices]
         style = {"values": combine_values(values, seed_deviation), "limit": None, "signed": False}
         deviation = partial(draw_matrix, **{**matrices[0], **style})

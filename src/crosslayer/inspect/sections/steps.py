@@ -15,11 +15,11 @@ from .section import FigurePanels, InspectedModels, Section
 Runs = Mapping[str, Sequence[ModelInspection]]  # of `split_runs`
 
 # Inputs whose weights are drawn: of each way, this many, evenly spaced over depth.
-INPUTS_OF_WAY = 3
+_INPUTS_OF_WAY = 3
 # Weights whose deviation over the steps is smaller do not change.
-SMALLEST_CHANGE = 1e-6
+_SMALLEST_CHANGE = 1e-6
 # Numbers that are drawn, and their names.
-SCALARS = {
+_SCALARS = {
     "findings.lambda_score": "Λ score",
     "findings.embedding_in_readout": "weight of the embedding in the readout",
     "findings.attention_share": "share of weights on attentions",
@@ -60,7 +60,7 @@ def _scalar_panels(models: InspectedModels) -> FigurePanels:
     runs = split_runs(models)
     scalars = {run: scalars_over_steps(of_run) for run, of_run in runs.items()}
     panels: FigurePanels = []
-    for path, name in SCALARS.items():
+    for path, name in _SCALARS.items():
         lines = []
         for run, of_run in runs.items():
             values = scalars[run].get(path, [])
@@ -105,13 +105,13 @@ def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
     for site in models[-1]["mixing"]:
         for label in site.inputs:
             way = label.partition(".")[2]  # "q" of "3.q"
-            if weights_over_steps(models, label).std(1).max() > SMALLEST_CHANGE:
+            if weights_over_steps(models, label).std(1).max() > _SMALLEST_CHANGE:
                 key = way if way in {*SPLIT_PORT_NAMES, "r"} else ""
                 inputs.setdefault(key, []).append(label)
     chosen = []
     for labels in inputs.values():
         last = len(labels) - 1
-        shown = min(len(labels), INPUTS_OF_WAY)
+        shown = min(len(labels), _INPUTS_OF_WAY)
         places = {round(last * (number + 1) / shown) for number in range(shown)}
         chosen += [labels[place] for place in sorted(places)]
     return chosen

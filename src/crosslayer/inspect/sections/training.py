@@ -34,9 +34,9 @@ from ..training_summary import (
 from .section import FigurePanels
 from .view import TrainingView, split_data
 
-NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
-MOST_CURVES = 8  # in a panel of all groups
-MOST_MARKED_POINTS = 30  # of a curve
+_NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
+_MOST_CURVES = 8  # in a panel of all groups
+_MOST_MARKED_POINTS = 30  # of a curve
 
 
 def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
@@ -52,7 +52,7 @@ def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
         amount * max(run.curve.last_step for run in group.runs)
         for group, (amount, _) in zip(groups, counted, strict=True)
     )
-    scale, name = next((pair for pair in NUMBER_NAMES if longest >= pair[0]), (1, ""))
+    scale, name = next((pair for pair in _NUMBER_NAMES if longest >= pair[0]), (1, ""))
     return [amount / scale for amount, _ in counted], f"{name}{units.pop()}"
 
 
@@ -66,7 +66,7 @@ def _mean_curve_line(group: RunGroup, number: int, curve: MeanCurve, per_step: f
         y=curve.mean,
         low=curve.low if several else (),
         high=curve.high if several else (),
-        is_marked=len(curve.x) <= MOST_MARKED_POINTS,  # one point alone is no line
+        is_marked=len(curve.x) <= _MOST_MARKED_POINTS,  # one point alone is no line
     )
 
 
@@ -77,7 +77,7 @@ def _draw_curves(axes: Any, lines: Sequence[LineSeries], axis_titles: tuple[str,
 
 def _parts_to_draw(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """All groups in one panel, or those of each shape where they are many."""
-    return split_by_shape(groups) if len(groups) > MOST_CURVES else [("", list(groups))]
+    return split_by_shape(groups) if len(groups) > _MOST_CURVES else [("", list(groups))]
 
 
 @split_data
