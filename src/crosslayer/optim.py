@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .connection import find_connections
+from .module_lists import has_children, has_numbered_layers
 from .partitioned import parameter_shape
 from .validation import check_non_negative
 
@@ -153,16 +154,6 @@ def _layers_in(module: nn.Module) -> list[nn.Module]:
         is_model = any(isinstance(child, nn.Embedding) for child in children)
         return [] if is_model else layers
     return children if layers or isinstance(module, nn.ModuleDict) else []
-
-
-def has_children(module: nn.Module) -> bool:
-    """Whether a module contains others."""
-    return any(True for _ in module.children())
-
-
-def has_numbered_layers(modules: nn.ModuleDict) -> bool:
-    """Whether the keys are the numbers of layers, as in torchtitan."""
-    return len(modules) > 0 and all(key.isdecimal() for key in modules)
 
 
 def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..connection import Connection
 from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import upcast
+from ..norms import NormSpec, upcast
+from ..ops import collapse_streams, depth_connection
 
 
 class Streams(NamedTuple):
@@ -39,6 +40,12 @@ def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor
         return kept
     added = beta[..., None, None] if outputs == 1 else beta.diag_embed()[..., None]
     return join_columns(kept, added)
+
+
+def read_sum(state: Streams, norms: tuple[NormSpec, ...]) -> tuple[tuple[Tensor, ...], Streams]:
+    """`fused_read` of a readout that sums n streams, after the pending write."""
+    H = depth_connection(state.H, shared_write(state.y), state.beta)
+    return (collapse_streams(H, None, *norms),), Streams(H)
 
 
 def sum_readout_weights(write: Tensor, n: int) -> MixingWeights:

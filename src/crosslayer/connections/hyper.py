@@ -31,7 +31,6 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
 from ..ops import (
-    collapse_streams,
     depth_connection,
     expand_to_streams,
     hyper_connection,
@@ -48,6 +47,7 @@ from ._alpha_beta import (
 )
 from ._streams import (
     Streams,
+    read_sum,
     shared_write,
     streams_memory_traffic,
     sum_readout_weights,
@@ -169,11 +169,10 @@ class Hyper(FusedNormConnection[Streams]):
     def fused_read(
         self, state: Streams, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Streams]:
+        if self.is_readout:
+            return read_sum(state, norms)
         H, y, beta = state
         Y = shared_write(y)
-        if self.is_readout:
-            H = depth_connection(H, Y, beta)
-            return (collapse_streams(H, None, *norms),), Streams(H)
         if self.dynamic:
             norm = norms[0] if norms else None
             x, H, beta = hyper_connection(H, Y, beta, coefficient_map(self), norm=norm)

@@ -28,8 +28,6 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
 from ..ops import (
-    collapse_streams,
-    depth_connection,
     expand_to_streams,
     width_connection,
     write_norm_project,
@@ -37,6 +35,7 @@ from ..ops import (
 from ..validation import check_positive
 from ._streams import (
     Streams,
+    read_sum,
     shared_write,
     streams_memory_traffic,
     sum_readout_weights,
@@ -107,9 +106,7 @@ class MHCLite(FusedNormConnection[Streams]):
         self, state: Streams, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Streams]:
         if self.is_readout:
-            Y = shared_write(state.y)
-            H = depth_connection(state.H, Y, state.beta)
-            return (collapse_streams(H, None, *norms),), Streams(H)
+            return read_sum(state, norms)
         H, z = self._write_and_project(state)
         pre, post, R = self.coefficients(z)
         x, H = width_connection(H, pre, R, *norms)

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..module_lists import list_layers
+
 
 class FusedQKV(NamedTuple):
     """How the outputs of one projection are divided between q, k and v.
@@ -228,13 +230,6 @@ def paths_around(path: str) -> set[str]:
     """The paths of the modules around a module, without the outermost, whose path is empty."""
     names = path.split(".")
     return {".".join(names[:count]) for count in range(1, len(names))}
-
-
-def list_layers(layers: Any) -> list[Any]:
-    """The members of an `nn.ModuleList`, of an `nn.Sequential`, or of an `nn.ModuleDict` with the
-    layers' numbers as keys, as torchtitan has it.
-    """
-    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
 
 
 def own_connection(wiring: LayerWiring) -> str:

@@ -118,7 +118,7 @@ def _without_stream_factor(trace: LayerTrace) -> tuple[LayerTrace, str]:
     """
     if STREAM_VECTOR in trace.output:
         return trace, ""
-    products = [trace.calls[vector - 1] for vector in trace.output]
+    products = [trace.call_of(vector) for vector in trace.output]
     names = {product.path if product.is_one_number else "" for product in products}
     if len(names) != 1 or names == {""} or set(trace.output.values()) != {1.0}:
         return trace, ""
@@ -164,13 +164,13 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     for vector in sorted(trace.output.keys() - {first}):
         chain = _chain_to_stream(layer, trace, vector, first)
         _check_used_once(layer, trace, chain, used)
-        source = trace.calls[chain[0] - 1].inputs
+        source = trace.call_of(chain[0]).inputs
         if pending and not same_sum(source, stream):
             stream = stream | pending
             pending = {}
         if not same_sum(source, stream):
             raise ValueError(
-                f"{trace.calls[chain[0] - 1].title} gets {_describe(trace, source)}, and not the "
+                f"{trace.call_of(chain[0]).title} gets {_describe(trace, source)}, and not the "
                 f"stream, {_describe(trace, stream)}"
             )
         if not pending:
@@ -189,7 +189,7 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
 
 def _norm_of_input(layer: nn.Module, trace: LayerTrace, vector: int) -> str:
     """The path of the norm whose output a vector is, if it norms the layer's input; else empty."""
-    call = trace.calls[vector - 1] if vector != STREAM_VECTOR else None
+    call = trace.call_of(vector) if vector != STREAM_VECTOR else None
     if call is None or call.arguments or not same_sum(call.inputs, {STREAM_VECTOR: 1.0}):
         return ""
     norm = find_attribute(layer, call.path) if call.path else None
@@ -224,7 +224,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     used: set[int] = set()
     ((vector, factor),) = trace.output.items()
     while vector != STREAM_VECTOR:  # from the last site to the first
-        norm = trace.calls[vector - 1]
+        norm = trace.call_of(vector)
         stream = min(norm.inputs)
         ends_with_norm = norm.path and not has_matrix(find_attribute(layer, norm.path))
         is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
@@ -253,8 +253,8 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
 def _chain_to_stream(layer: nn.Module, trace: LayerTrace, vector: int, stream: int) -> list[int]:
     """The vectors from the first module that reads the stream to the one that joins it."""
     chain = [vector]
-    while stream not in trace.calls[chain[0] - 1].inputs:
-        call = trace.calls[chain[0] - 1]
+    while stream not in trace.call_of(chain[0]).inputs:
+        call = trace.call_of(chain[0])
         if len(call.inputs) != 1:
             is_dropout = call.dropout or isinstance(find_attribute(layer, call.path), nn.Dropout)
             remedy = (
@@ -273,14 +273,14 @@ def _check_used_once(layer: nn.Module, trace: LayerTrace, chain: list[int], used
     Norms may be shared. used: the vectors of the chains before, to which those of this are added.
     """
     for vector in used.intersection(chain):
-        path = trace.calls[vector - 1].path
+        path = trace.call_of(vector).path
         if path and has_matrix(find_attribute(layer, path)):
             raise ValueError(f"what {path} returns joins the stream in two ways")
     used.update(chain)
 
 
 def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: float) -> Sublayer:
-    calls = [trace.calls[vector - 1] for vector in chain]
+    calls = [trace.call_of(vector) for vector in chain]
     heavy = [call.path != "" and has_matrix(find_attribute(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
         names = ", ".join(call.title for call in calls)

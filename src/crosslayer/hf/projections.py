@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..class_swap import original_class
-from ..optim import has_children
+from ..module_lists import has_children
 from ..partitioned import parameter_shape
 from .arguments import function_definition
 from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, SAME_INPUT, FusedQKV, Sublayer

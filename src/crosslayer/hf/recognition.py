@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..optim import has_children, has_numbered_layers
+from ..module_lists import has_children, has_numbered_layers, list_layers
 from ..partitioned import parameter_shape
-from .families import LayerWiring, ModelWiring, list_layers
+from .families import LayerWiring, ModelWiring
 from .layer_recognition import recognise_layer
 from .projections import is_norm
 

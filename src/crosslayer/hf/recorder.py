@@ -77,11 +77,16 @@ class LayerTrace(NamedTuple):
     extras: tuple[LayerExtra, ...] | None  # as in `LayerWiring`
     unread_values: tuple[tuple[str, UnreadValue], ...] = ()  # as in `LayerWiring`
 
+    def call_of(self, vector: int) -> TracedCall:
+        """The call that returned or made a vector, which is not that of the layer's input."""
+        return self.calls[vector - 1]
+
 
 class _Recorder:
     """Answers every call with a random vector."""
 
     parameters: dict[str, Tensor | None]
+    unpacked: str
 
     def __init__(self, width: int, trial: Trial):
         self.generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class Observer(FunctionObserver, Protocol):
 
     # Set before a run: the layer's own parameters and buffers of floats, by name.
     parameters: dict[str, Tensor | None]
+    unpacked: str  # set in a run: the path of the stand-in whose output was unpacked last
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module returns. path: its name in the layer.
@@ -100,6 +101,7 @@ class StandIn:
         if type(answer) is not Tensor:
             return answer
         output: Any = answer.as_subclass(_Output)
+        output.observer = self.observer
         output.path = self.path
         output.length = self.lengths.get(self.path, MOST_OUTPUTS)
         return output
@@ -109,12 +111,12 @@ class _Output(Tensor):
     """What a stand-in returns: a tensor, or a tuple with the tensor first, as the caller likes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    observer: Observer
     path: str
     length: int
-    unpacked: ClassVar[str] = ""  # the path of the last one that was unpacked
 
     def __iter__(self) -> Any:
-        _Output.unpacked = self.path
+        self.observer.unpacked = self.path
         return iter(self._as_tuple())
 
     def __getitem__(self, index: Any) -> Any:
@@ -129,7 +131,7 @@ class _Output(Tensor):
         outputs = self._as_tuple()[index]
         if not isinstance(index, slice):
             return outputs
-        _Output.unpacked = self.path  # by whoever unpacks a tuple with these
+        self.observer.unpacked = self.path  # by whoever unpacks a tuple with these
         return _Outputs(outputs)
 
     def _as_tuple(self) -> tuple[Any, ...]:
@@ -261,7 +263,7 @@ def _run_until_unpacked(
         shadow = make(observer, lengths)
         own = {**shadow._buffers, **shadow._parameters}
         observer.parameters = {n: t for n, t in own.items() if t is None or t.is_floating_point()}
-        _Output.unpacked = ""
+        observer.unpacked = ""
         try:
             with FunctionMode(observer, shadow.training):
                 output = run(shadow, observer, forward)
@@ -269,7 +271,7 @@ def _run_until_unpacked(
             if isinstance(error, ChangedStreamError | SeveralStreamsError):
                 raise
             expected = re.search(r"values to unpack \(expected (\d+)", str(error))
-            path = _Output.unpacked
+            path = observer.unpacked
             if expected and lengths.get(path) != int(expected[1]):
                 lengths[path] = int(expected[1])
                 continue

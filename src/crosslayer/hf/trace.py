@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import nn
 
-from ..optim import has_children
+from ..module_lists import has_children
 from .arguments import argument_parameters, layer_arguments, other_arguments, second_streams
 from .families import ReturnedArgument, UnreadValue
 from .recorder import LayerTrace, record_run, same_sum

@@ -9,11 +9,12 @@ and the last one's to the final norm, unchanged.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
 from ..spec import make
 from .arguments import (
@@ -92,6 +93,7 @@ class _Functions:
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
     parameters: dict[str, Tensor | None]
+    unpacked: str
 
     def __init__(self, width: int):
         generator = torch.Generator().manual_seed(0)
@@ -178,7 +180,7 @@ _READABLE = [getattr(Tensor, name).__get__ for name in ("dtype", "device", "shap
 class _Travelling(Tensor):
     """Stands for the state that travels between connected layers: a host can only pass it on."""
 
-    after: ClassVar[str] = ""  # the path of the layer that returned the last one
+    after: str  # the path of the layer that returned it
 
     @classmethod
     def __torch_function__(
@@ -189,13 +191,16 @@ class _Travelling(Tensor):
         if func in _READABLE:
             return super().__torch_function__(func, types, args, kwargs)
         name = str(resolve_name(func)).removesuffix(".__get__")
-        raise ChangedStreamError(f"it reads or changes the stream after {cls.after} ({name})")
+        arguments = tree_leaves((args, kwargs))
+        after = next(value.after for value in arguments if isinstance(value, cls))
+        raise ChangedStreamError(f"it reads or changes the stream after {after} ({name})")
 
 
 class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
 
     parameters: dict[str, Tensor | None]
+    unpacked: str
 
     def __init__(self, backbone: nn.Module, wiring: ModelWiring):
         self.wiring = wiring
@@ -218,9 +223,11 @@ class _Handover:
         ends = path == self.wiring.final
         if self.wiring.final is None and number == len(self.numbers) - 1:
             ends = True
-        hidden = torch.randn_like(self.embedding)
-        self.handed_over = hidden if ends else hidden.as_subclass(_Travelling)
-        _Travelling.after = path
+        self.handed_over = torch.randn_like(self.embedding)
+        if not ends:
+            travelling = self.handed_over.as_subclass(_Travelling)
+            travelling.after = path
+            self.handed_over = travelling
         extras = None if number is None else self.wiring.of_layers[number].extras
         return self.handed_over if extras is None else (self.handed_over, *[None] * len(extras))
 
