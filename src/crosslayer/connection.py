@@ -127,8 +127,20 @@ def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Si
     for layer, ports_of_layer in enumerate(ports_of_layers):
         for i, ports in enumerate(ports_of_layer):
             repeat = list(ports_of_layer[:i]).count(ports)
-            sites.append(Site(len(sites), layer, ports, i == 0, layers, depth, repeat))
-    return [*sites, Site(depth, layers, ("out",), True, layers, depth)]
+            site = Site(
+                index=len(sites),
+                layer=layer,
+                ports=ports,
+                opens_layer=i == 0,
+                layers=layers,
+                depth=depth,
+                repeat=repeat,
+            )
+            sites.append(site)
+    readout = Site(
+        index=depth, layer=layers, ports=("out",), opens_layer=True, layers=layers, depth=depth
+    )
+    return [*sites, readout]
 
 
 class Connection(Float32Parameters, Generic[StateT]):

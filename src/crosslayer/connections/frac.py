@@ -66,7 +66,6 @@ class Frac(Connection[Streams]):
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
         if not dynamic:
             check_idle_options(Frac, "dynamic=False", tanh=tanh)
-        self.m = fractions
         self.fractions = fractions
         self.weighs_channels = True
         self.dynamic = dynamic
@@ -82,20 +81,21 @@ class Frac(Connection[Streams]):
     def reset_parameters(self) -> None:
         if self.is_readout:
             return
-        static_alpha = [[float(s == t % self.m) for t in range(2 * self.m)] for s in range(self.m)]
-        reset_alpha_and_beta(self, static_alpha, static_beta=[1.0] * self.m)
+        m = self.fractions
+        static_alpha = [[float(s == t % m) for t in range(2 * m)] for s in range(m)]
+        reset_alpha_and_beta(self, static_alpha, static_beta=[1.0] * m)
 
     def initial_state(self, x: Tensor) -> Streams:
-        return Streams(x.unflatten(-1, (self.m, -1)))
+        return Streams(x.unflatten(-1, (self.fractions, -1)))
 
     def mix_inputs(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
-        Y = None if y is None else y.unflatten(-1, (self.m, -1))
+        Y = None if y is None else y.unflatten(-1, (self.fractions, -1))
         if self.is_readout:
             H = depth_connection(H, Y, beta)
             return (H.flatten(-2),), Streams(H)
         if self.dynamic:
-            x, H, beta = hyper_connection(H, Y, beta, coefficient_map(self), inputs=self.m)
+            x, H, beta = hyper_connection(H, Y, beta, coefficient_map(self), inputs=self.fractions)
             return (x,), Streams(H, beta=beta)
         H = depth_connection(H, Y, beta)
         mixed, H = mix_streams(H, self.static_alpha).tensor_split(2, -2)
@@ -105,11 +105,11 @@ class Frac(Connection[Streams]):
         return state.H.unbind(-2)
 
     def mixing_weights(self, state: Streams) -> MixingWeights:
-        write = write_to_streams(state.H, state.beta, outputs=self.m)
+        write = write_to_streams(state.H, state.beta, outputs=self.fractions)
         if self.is_readout:
-            every_fraction = identity_weights(self.m, write)
+            every_fraction = identity_weights(self.fractions, write)
             return MixingWeights(write, every_fraction, every_fraction)
-        Y = None if state.y is None else state.y.unflatten(-1, (self.m, -1))
+        Y = None if state.y is None else state.y.unflatten(-1, (self.fractions, -1))
         alpha = width_weights(self, state.H, Y, state.beta)
         read, carry = alpha.mT[..., None].tensor_split(2, -3)
         return MixingWeights(write, read, carry)

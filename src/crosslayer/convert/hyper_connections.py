@@ -26,12 +26,11 @@ from .rows import (
     TensorChange,
     TensorRow,
     TensorTuple,
+    check_module_shapes,
     check_names,
     check_prefixes,
-    check_shapes,
     convert_tensors,
     join_sites,
-    read_shapes,
     reverse_rows,
     rows_of_modules,
     select_modules,
@@ -140,6 +139,4 @@ def _check_module_shapes(tensors: Mapping[str, Tensor], prefixes: Sequence[str],
         "norm.gamma": (dim,),
     }
     remark = ": fractions, several input views and channels first have no counterpart here"
-    for prefix in prefixes:
-        expected = {prefix + name: shape for name, shape in shapes.items()}
-        check_shapes(expected, read_shapes(tensors), remark)
+    check_module_shapes(tensors, prefixes, shapes, remark)

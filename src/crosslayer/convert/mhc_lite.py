@@ -33,12 +33,11 @@ from .rows import (
     TensorChange,
     TensorRow,
     TensorTuple,
+    check_module_shapes,
     check_names,
     check_prefixes,
-    check_shapes,
     convert_tensors,
     join_sites,
-    read_shapes,
     reverse_rows,
     rows_of_modules,
     select_modules,
@@ -199,9 +198,8 @@ def _check_modules(
         "norm.gamma": (width,),
     }
     remark = ": fractions and several input views have no counterpart here"
+    check_module_shapes(tensors, prefixes, shapes, remark)
     for prefix in prefixes:
-        expected = {prefix + name: shape for name, shape in shapes.items()}
-        check_shapes(expected, read_shapes(tensors), remark)
         gamma = prefix + "norm.gamma"
         if not is_lite and (tensors[gamma] == -1).any():
             raise ValueError(f"{gamma!r} is -1 in places, where saving could not restore W")

@@ -32,8 +32,9 @@ from ..data.tokenizing import (
 from ..errors import error_in_one_line
 from ..files import read_json
 from ..hf import from_pretrained
-from ..hf.loading import CONFIG_FILE, find_folder, load_complete, read_config
+from ..hf.loading import find_folder, load_complete, read_config
 from ..hf.registration import names_connection
+from ..run_folders import CONFIG_FILE
 from .published import is_published, load_published
 
 _TOKENIZER_FILES = (

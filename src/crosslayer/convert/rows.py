@@ -187,6 +187,25 @@ def read_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def check_module_shapes(
+    tensors: Mapping[str, Tensor],
+    prefixes: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    remark: str,
+) -> None:
+    """`check_shapes` of the tensors of equal modules.
+
+    Args:
+        tensors: of all modules, by name.
+        prefixes: of the names of each module's tensors.
+        shapes: of a module's tensors, by their names without the prefix.
+        remark: the end of the message.
+    """
+    given = read_shapes(tensors)
+    for prefix in prefixes:
+        check_shapes({prefix + name: shape for name, shape in shapes.items()}, given, remark)
+
+
 def check_shapes(
     expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], remark: str = ""
 ) -> None:

@@ -157,6 +157,13 @@ class HiddenStateRecorder:
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
         self.last: TravellingState | Tensor  # what the last layer returns
 
+    def add_layer(self, before: Tensor | None, after: TravellingState | Tensor) -> None:
+        """Record the hidden state before a layer, None before the first, and what it returns."""
+        self.layers += 1
+        if before is not None:
+            self.hidden_states.append(before)
+        self.last = after
+
 
 def read_hidden_state(
     layer: "ConnectedLayer", state: Any, dtype: torch.dtype, stream_scale: Tensor | None

@@ -111,9 +111,7 @@ class ConnectedLayer:
             shape = hidden_states.shape
             hidden = TravellingState(state, dtype_like, number + 1, shape, stream_scale)
         if recorder is not None:
-            recorder.layers += 1
-            recorder.hidden_states += [] if before is None else [before]
-            recorder.last = hidden
+            recorder.add_layer(before, hidden)
         return hidden if self.wiring.extras is None else (hidden, *tree.extras)
 
     def forward(
