@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from .function_calls import FunctionMode, FunctionObserver
 from .projections import is_norm
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+# What a shadow has of a module: a stand-in, a copy with stand-ins in it, or the module itself.
+Treatment = Literal["stand in", "open", "share"]
 # Outputs of a stand-in whose caller does not unpack them into names: more than any module has.
 MOST_OUTPUTS = 16
 
@@ -210,7 +212,7 @@ def run_layer_shadow(
         _check_attributes(attributes, _attributes(shadow))
         return output
 
-    make = partial(make_shadow, layer, opened=opened, trial=trial, training=training)
+    make = partial(make_layer_shadow, layer, opened=opened, trial=trial, training=training)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         return _run_until_unpacked(layer, make, make_observer, run, lengths)
 
@@ -240,7 +242,7 @@ def run_backbone_shadow(
     def run(shadow: Any, observer: Any, forward: Any) -> Any:
         return forward(shadow, *args, **kwargs)
 
-    make = partial(make_shadow, backbone, replaced=replaced)
+    make = partial(_make_backbone_shadow, backbone, replaced=replaced)
     with torch.inference_mode(False):
         return _run_until_unpacked(backbone, make, make_observer, run, {})
 
@@ -315,40 +317,73 @@ def _describe_failure(error: Exception) -> str:
     return f"its own code does more than to call its modules ({type(error).__name__}: {reason})"
 
 
-def make_shadow(
-    module: nn.Module,
+def make_layer_shadow(
+    layer: nn.Module,
     observer: Observer,
     lengths: dict[str, int],
-    replaced: Collection[str] | None = None,
     opened: Collection[str] = (),
     trial: Trial = FIRST_TRIAL,
     training: bool = False,
 ) -> Any:
-    """A module of the same class with stand-ins for its modules, except for those that are opened.
+    """A layer of the same class with stand-ins for its modules, except for those that are opened.
 
-    Where all are replaced, its own parameters and buffers are random, and require gradients. So are
-    those of modules that are opened.
+    Its own parameters and buffers are random, and require gradients. So are those of modules that
+    are opened.
 
     Args:
-        module: a layer or a backbone.
+        layer: of a host.
         observer: answers the calls of the stand-ins.
         lengths: into how many names a stand-in's output is unpacked, by path; any other has
             `MOST_OUTPUTS`.
-        replaced: paths of the modules that stand-ins replace; None for all.
         opened, trial, training: as in `run_layer_shadow`.
     """
-    shadow = _copy_without_modules(module, original_class(module))
+
+    def treat(path: str, child: nn.Module) -> Treatment:
+        is_opened = path in opened or isinstance(child, _CONTAINERS)
+        return "open" if is_opened else "stand in"
+
     shared = {"observer": observer, "lengths": lengths, "training": training}
-    _add_stand_ins(shadow, module, "", shared, replaced, opened)
-    _rebind_functions(shadow, module)
+    shadow = _make_shadow(layer, treat, shared)
     # The same signs in all trials that have any, so that the sign of the factor decides.
     generator = torch.Generator().manual_seed(0 if trial.parameter_factor is None else 1)
     for copy in shadow.modules():
-        if isinstance(copy, StandIn) or (replaced is not None and copy is not shadow):
-            continue
-        copy.training = training
-        if replaced is None:
+        if not isinstance(copy, StandIn):
+            copy.training = training
             _randomise(copy, generator, trial.parameter_factor)
+    return shadow
+
+
+def _make_backbone_shadow(
+    backbone: nn.Module, observer: Observer, lengths: dict[str, int], replaced: Collection[str]
+) -> Any:
+    """A backbone of the same class with stand-ins for the modules of some paths, or for the members
+    of those that are lists of layers. It shares its other modules with the backbone.
+    """
+
+    def treat(path: str, child: nn.Module) -> Treatment:
+        if path in replaced:
+            return "open" if isinstance(child, (nn.Sequential, *_CONTAINERS)) else "stand in"
+        if any(path.startswith(f"{outer}.") for outer in replaced):
+            return "open" if isinstance(child, _CONTAINERS) else "stand in"
+        contains_replaced = any(inner.startswith(f"{path}.") for inner in replaced)
+        return "open" if contains_replaced else "share"
+
+    shared = {"observer": observer, "lengths": lengths, "training": False}
+    shadow = _make_shadow(backbone, treat, shared)
+    shadow.training = False
+    return shadow
+
+
+def _make_shadow(
+    module: nn.Module, treat: Callable[[str, nn.Module], Treatment], shared: dict[str, Any]
+) -> Any:
+    """A copy of a module whose modules are treated as `treat` says, given their path.
+
+    shared: attributes of all stand-ins.
+    """
+    shadow = _copy_without_modules(module, original_class(module))
+    _add_stand_ins(shadow, module, "", treat, shared)
+    _rebind_functions(shadow, module)
     return shadow
 
 
@@ -379,36 +414,34 @@ def _add_stand_ins(
     shadow: Any,
     module: nn.Module,
     prefix: str,
+    treat: Callable[[str, nn.Module], Treatment],
     shared: dict[str, Any],
-    replaced: Collection[str] | None,
-    opened: Collection[str],
 ) -> None:
     for name, child in module.named_children():
         path = prefix + name
-        contains_replaced = any(other.startswith(f"{path}.") for other in replaced or ())
-        is_replaced = replaced is not None and path in replaced
-        inner = None if is_replaced else replaced
-        is_sequence = is_replaced and isinstance(child, nn.Sequential)  # of layers
-        is_list = is_sequence or isinstance(child, _CONTAINERS)
-        copy: Any
-        if inner is not None and not contains_replaced:
-            copy = child
-        elif contains_replaced or path in opened or is_list:
+        treatment = treat(path, child)
+        copy: Any = child
+        if treatment == "open":
             copy = _copy_without_modules(child, original_class(child))
-            _add_stand_ins(copy, child, f"{path}.", shared, inner, opened)
-        else:
-            host_class: Any = type(child)
-            copy = _copy_without_modules(child, swapped_class(StandIn, host_class))
-            # A forward may ask for a weight's dtype.
-            for key, parameter in child._parameters.items():
-                if parameter is not None:
-                    shape = parameter_shape(parameter)
-                    meta = torch.empty(shape, dtype=torch.float64, device="meta")
-                    copy._parameters[key] = nn.Parameter(meta, requires_grad=False)
+            _add_stand_ins(copy, child, f"{path}.", treat, shared)
+        elif treatment == "stand in":
+            copy = _make_stand_in(child)
             vars(copy).update(shared, path=path)
         shadow._modules[name] = copy
     for name, other_name in _further_names(module).items():
         shadow._modules[name] = shadow._modules[other_name]
+
+
+def _make_stand_in(module: nn.Module) -> Any:
+    host_class: Any = type(module)
+    stand_in = _copy_without_modules(module, swapped_class(StandIn, host_class))
+    # A forward may ask for a weight's dtype.
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            shape = parameter_shape(parameter)
+            meta = torch.empty(shape, dtype=torch.float64, device="meta")
+            stand_in._parameters[name] = nn.Parameter(meta, requires_grad=False)
+    return stand_in
 
 
 def _rebind_functions(shadow: nn.Module, module: nn.Module) -> None:

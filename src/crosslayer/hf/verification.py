@@ -44,7 +44,7 @@ from .layers import first_output
 from .recognition import layer_kind
 from .shadow import (
     ChangedStreamError,
-    make_shadow,
+    make_layer_shadow,
     run_backbone_shadow,
     run_layer_shadow,
 )
@@ -128,7 +128,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     host, returned = run_layer_shadow(layer, lambda: _Functions(width), arguments, lengths, opened)
     expected = first_output(returned).as_subclass(Tensor)
     functions = _Functions(width)
-    shadow = make_shadow(layer, functions, lengths, opened=opened)
+    shadow = make_layer_shadow(layer, functions, lengths, opened=opened)
     actual = _run_connected(shadow, wiring, functions, arguments)
     for path, received in host.arguments.items():
         received_connected = functions.arguments.get(path, {})
