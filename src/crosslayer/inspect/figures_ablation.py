@@ -58,6 +58,7 @@ def _draw_bars(
         errors = deviations.get(name)
         axes.bar(places, values, width, color=colour, label=name, yerr=errors, capsize=2)
     label_ticks(axes.xaxis, labels, rotation=90)
+    axes.margins(y=0.3)  # for the legend, above the bars
     finish_lines(axes, len(models))
 
 
