@@ -182,6 +182,7 @@ def silence_libraries() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # one error instead of every retry
     for name in ("huggingface_hub", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it raises the same
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     # a pending write is a Linear's output, which is a view; nothing writes into it
