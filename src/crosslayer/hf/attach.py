@@ -198,8 +198,8 @@ def check_not_wrapped(model: nn.Module, function: str) -> None:
     for module in model.modules():
         if isinstance(module, wrappers):
             raise ValueError(
-                f"{function} before {type(module).__name__} wraps the model: it knows the "
-                "parameters of the connections as they were when it did so"
+                f"{function} before {type(module).__name__} wraps the model: it keeps to the "
+                "parameters that the model has then"
             )
 
 
