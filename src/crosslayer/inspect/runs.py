@@ -23,7 +23,7 @@ from ..run_folders import (
     is_run_folder,
     run_folder_name,
 )
-from ..train.comparison_results import read_comparison_results
+from ..train.comparison_results import DIGEST_KEY, read_comparison_results
 from .training import CurvePoints, TrainingCurve, read_training_curve
 
 
@@ -135,7 +135,7 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
     runs = []
     for name, arm in results.arms.items():
         settings = results.settings | arm["options"]
-        digest = str(arm.get(DATA_DIGEST, results.data.get("sha256", "")))
+        digest = str(arm.get(DATA_DIGEST, results.data.get(DIGEST_KEY, "")))
         for seed in itertools.count():
             run = folder / RUNS_FOLDER / run_folder_name(name, seed)
             row = finished.get((name, seed)) or diverged.get((name, seed))

@@ -29,6 +29,7 @@ from ..spec import make
 from ..validation import check_positive
 from .checkpoint import list_checkpoints, remove_checkpoint
 from .comparison_results import (
+    DIGEST_KEY,
     ComparisonResults,
     DivergedRun,
     describe_environment,
@@ -203,7 +204,7 @@ def prepare_comparison(
     examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
     shared = recipe.settings().identity()
-    data = {**first.sizes, "sha256": first.digest}
+    data = {**first.sizes, DIGEST_KEY: first.digest}
     if folder is None:
         folder = default_folder("compare", {"settings": shared, "data": data})
     results = ComparisonResults(describe_environment(), shared, data, recipe.scale, first.entropy)
@@ -285,7 +286,7 @@ def _describe_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
         options["tokenizer"] = used["tokenizer"]
     described = {"connection": arm.connection, "options": options, "paper": arm.paper}
     digest = comparison.examples[arm.name].digest
-    if digest != comparison.results.data["sha256"]:  # which is that of the first arm
+    if digest != comparison.results.data[DIGEST_KEY]:  # that of the first arm
         described[DATA_DIGEST] = digest
     return described
 

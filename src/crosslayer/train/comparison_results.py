@@ -34,6 +34,9 @@ class DivergedRun:
     method_code: str = ""
 
 
+DIGEST_KEY = "sha256"
+
+
 @dataclass
 class ComparisonResults:
     """The content of results.json.
@@ -41,7 +44,7 @@ class ComparisonResults:
     Args:
         environment: device and versions, of all runs.
         settings: options that decide what is learned, shared by the arms.
-        data: sizes and digest of the data.
+        data: sizes of the first arm's data, and under `DIGEST_KEY` their digest.
         scale: of the recipe.
         entropy: order-0 entropy of the first validation set, in bits per byte.
         arms: connection, options and the paper's results of each arm, and the digest of its data

@@ -10,7 +10,7 @@ from ..hf.config import make_config
 from ..number_texts import format_loss
 from ..spec import make
 from .compare import Comparison
-from .comparison_results import TORCH_OPERATIONS, DivergedRun
+from .comparison_results import DIGEST_KEY, TORCH_OPERATIONS, DivergedRun
 from .method_code import code_digest
 from .optimizers import warmup_steps
 from .rate_search import best_factor, is_limit, names_at_rates, next_factor
@@ -90,7 +90,7 @@ def _data_note(comparison: Comparison) -> str:
     results = comparison.results
     first = comparison.recipe.arms[0]
     sizes = " and ".join(
-        f"{count:,} {name}" for name, count in results.data.items() if name != "sha256"
+        f"{count:,} {name}" for name, count in results.data.items() if name != DIGEST_KEY
     )
     entropy = ""
     if results.entropy:
