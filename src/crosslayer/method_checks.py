@@ -54,7 +54,8 @@ def check_class_attributes(cls: Any) -> None:
 def check_state_class(cls: Any) -> None:
     """Check and keep the state that a class names, as in `class Hyper(Connection[Streams])`.
 
-    A subclass that names none but has an `initial_state` of its own may have another state.
+    A subclass may name none. It has the state of its base class, unless it defines `initial_state`:
+    then its state is not known.
     """
     if "initial_state" in vars(cls):
         cls.state_class = None

@@ -602,16 +602,39 @@ def test_a_signal_within_an_evaluation_stops_at_its_next_batch(text, tmp_path):
         return LANGUAGE_TASK.evaluate(model, examples, indices)
 
     settings = {"data": text, "diagnostics_every": 1, "steps": 6, "evals": 3, "eval_batches": 4}
+    settings["save_every"] = 2
     undisturbed = run(settings, "mudd", tmp_path / "undisturbed")
     with pytest.raises(RunStopped, match=r"Stopped after step 4; saved as .*step-00000004"):
         run(settings, "mudd", tmp_path / "run", task=LANGUAGE_TASK._replace(evaluate=evaluate))
     assert asked == 6
+    shutil.copytree(tmp_path / "run", tmp_path / "other evaluations")
+    (tmp_path / "run" / "step-00000004").rename(tmp_path / "run" / "step-00000004.old")
     resumed = run(settings, "mudd", tmp_path / "run")
     assert resumed["losses"] == undisturbed["losses"][3:]  # that of the step before is shown again
     assert resumed["weights"] == undisturbed["weights"]
     assert resumed["result"]["curve"] == undisturbed["result"]["curve"]
     lines = [without_times(tmp_path / name / "metrics.jsonl") for name in ("run", "undisturbed")]
     assert lines[0] == lines[1]
+    # a step that is not evaluated any more is not waited for
+    fewer = run(settings | {"evals": 1}, "mudd", tmp_path / "other evaluations")
+    assert fewer["weights"] == undisturbed["weights"]
+    assert [step for step, _ in fewer["result"]["curve"]] == [2, 6]
+
+
+def test_an_evaluation_that_is_made_again_is_logged_once(text, tmp_path):
+    """The run is killed after a resumed evaluation, before its next checkpoint."""
+    settings = {"data": text, "steps": 6, "evals": 3, "eval_batches": 4}
+
+    def stop(model, examples, indices):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return LANGUAGE_TASK.evaluate(model, examples, indices)
+
+    with pytest.raises(RunStopped, match="Stopped after step 2"):
+        run(settings, "mudd", tmp_path, task=LANGUAGE_TASK._replace(evaluate=stop))
+    run(settings, "mudd", tmp_path, stop=3)
+    run(settings, "mudd", tmp_path)
+    steps_of_lines = [line["step"] for line in without_times(tmp_path / "metrics.jsonl")]
+    assert steps_of_lines == [2, 4, 6]
 
 
 def without_times(file):

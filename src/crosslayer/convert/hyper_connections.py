@@ -115,9 +115,8 @@ def save_connections(
     """
     spec = make(parameters.spec)
     options = all_options(spec)
-    is_of_package = spec.name == "hyper" and options["dynamic"]
-    is_of_package = is_of_package and options["stats"] == "rmsnorm" and options["eps"] == _NORM_EPS
-    if not is_of_package:
+    of_package = {"stats": "rmsnorm", "eps": _NORM_EPS, "dynamic": True}
+    if spec.name != "hyper" or any(options[name] != v for name, v in of_package.items()):
         raise ValueError(
             f"the package has only \"hyper(stats='rmsnorm', eps={_NORM_EPS})\", got {str(spec)!r}"
         )

@@ -36,7 +36,7 @@ class LibraryOp:
 
     Args:
         run: the function.
-        keeps_strides: the name of an argument that the function gets as it is, contiguous or not.
+        keeps_strides: the name of one argument that is not made contiguous.
     """
 
     def __init__(self, run: Callable[..., Any], keeps_strides: str = ""):

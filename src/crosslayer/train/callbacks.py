@@ -103,7 +103,7 @@ class _LoggingCallback(Callback):
         self.every = every
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
+        self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.reported_step)
 
 
 class LogMetrics(_LoggingCallback):

@@ -39,6 +39,8 @@ from .identity import PLACES_OF_DATA, first_difference
 from .parallel import run_on_rank_zero
 from .run_state import RunState
 
+_REPLACED_SUFFIX = ".old"  # of a checkpoint until the new one of its step is complete
+
 
 class Checkpoints:
     """The checkpoints of one run.
@@ -144,8 +146,11 @@ class Checkpoints:
 
     def _complete(self, temporary: Path, path: Path) -> None:
         """Give a checkpoint its name, and delete the oldest ones."""
-        shutil.rmtree(path, ignore_errors=True)  # an incomplete checkpoint of this step
+        replaced = path.with_suffix(_REPLACED_SUFFIX)
+        if path.exists():  # incomplete, or saved before the evaluation of this step had ended
+            path.rename(replaced)
         atomic_replace(temporary, path)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in self.complete()[: -self.keep]:
             remove_checkpoint(old)
 
@@ -247,7 +252,16 @@ class Checkpoints:
         return joined
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed process left: checkpoints half written or half deleted."""
+        """Remove what a killed process left: checkpoints half written or half deleted.
+
+        One that was to be replaced gets its name back where it was not.
+        """
+        for replaced in self.folder.glob(f"step-*{_REPLACED_SUFFIX}"):
+            path = replaced.with_suffix("")
+            if path.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(path)
         complete = self.complete()
         for path in list_checkpoints(self.folder):
             is_old = bool(complete) and path < complete[-1]

@@ -18,8 +18,8 @@ def first_difference(
     """The first key, in their alphabetical order, with another value, in words; "" without any.
 
     Args:
-        before: as it was read from JSON. An option that is missing has its default, as it is newer
-            than the file.
+        before: read from JSON. Options that were added later are missing there: they have their
+            defaults.
         now: may have tuples, which are lists in JSON.
         ignored: keys that may have any value.
     """

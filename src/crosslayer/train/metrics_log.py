@@ -62,8 +62,7 @@ class MetricsLog:
     Args:
         fabric: rank 0 writes.
         folder: None for Fabric's loggers alone.
-        step: of the checkpoint from which the run is resumed. Later lines, which will come again,
-            are removed.
+        step: the last one that the resumed run does not report again. Later lines are removed.
     """
 
     def __init__(self, fabric: Fabric, folder: Path | None, step: int):

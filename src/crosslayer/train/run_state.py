@@ -75,6 +75,11 @@ class RunState:
     unevaluated: dict[str, Any] | None = None
     method_code: str = ""
 
+    @property
+    def reported_step(self) -> int:
+        """The last step whose result the callbacks have been given."""
+        return self.step if self.unevaluated is None else self.step - 1
+
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
         """The state in a checkpoint.

@@ -202,7 +202,7 @@ class Trainer:
 
         with self._signals:
             while self.state.unevaluated or self.state.step < self.settings.optimization.steps:
-                result = self._repeat_result() if self.state.unevaluated else self.step()
+                result = self._take_unevaluated() or self.step()
 
                 if result.step in self._eval_steps:
                     try:
@@ -213,7 +213,6 @@ class Trainer:
                         for callback in callbacks:
                             callback.on_interruption(self)
                         raise RunStopped(result.step, self.latest_checkpoint) from None
-                    self.state.unevaluated = None
                     self.state.curve.append([result.step, result.evaluation])
 
                 for callback in callbacks:
@@ -223,13 +222,17 @@ class Trainer:
                 if self.stop_requested:
                     raise RunStopped(result.step, self.latest_checkpoint)
 
-    def _repeat_result(self) -> StepResult:
-        """The result of the last step before the run was stopped, whose evaluation is missing."""
+    def _take_unevaluated(self) -> StepResult | None:
+        """The result of the last step before the run was stopped, if its evaluation is missing."""
+        if self.state.unevaluated is None:
+            return None
+        result = StepResult(**self.state.unevaluated)
+        self.state.unevaluated = None
         # What a callback may look at is as after that step.
-        self._batches = self.training_batches(self.state.step - 1)
+        self._batches = self.training_batches(result.step - 1)
         for _ in range(self.settings.engine.accumulate):
             self.last_batch = next(self._batches)
-        return StepResult(**self.state.unevaluated or {})
+        return result
 
     def measure_costs(self) -> None:
         """Measure the activations and the FLOPs of the model's forward pass."""
