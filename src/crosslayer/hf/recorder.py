@@ -29,14 +29,8 @@ from .families import (
     ReturnedArgument,
     UnreadValue,
 )
-from .shadow import (
-    FIRST_TRIAL,
-    MOST_OUTPUTS,
-    OtherOutput,
-    SeveralStreamsError,
-    Trial,
-    run_layer_shadow,
-)
+from .shadow import FIRST_TRIAL, MOST_OUTPUTS, OtherOutput, Trial
+from .shadow_runs import SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
 _TOLERANCE = 1e-6

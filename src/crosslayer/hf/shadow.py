@@ -1,13 +1,11 @@
-"""A module without its weights: the host's own forward, with stand-ins for the modules it calls.
+"""A module without its weights: a copy of it, with stand-ins for the modules that it calls.
 
 What a layer does with its stream does not depend on what its modules compute. A shadow of a layer
 runs the class's own `forward` and shares nothing with the layer but plain values, so looking at a
 layer costs milliseconds at any size, on any device, meta included, and changes nothing.
 """
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection
 from types import CellType, FunctionType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,9 +14,9 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class, swapped_class
 from ..partitioned import parameter_shape
-from .arguments import LayerArgument, LayerSwitch, name_arguments
+from .arguments import name_arguments
 from .families import ExtraOutput
-from .function_calls import FunctionMode, FunctionObserver
+from .function_calls import FunctionObserver
 from .projections import is_norm
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -63,18 +61,6 @@ class OtherOutput:
 
     def __repr__(self) -> str:
         return f"{self.output.module}(…)[{self.output.position}]"
-
-
-class ChangedStreamError(ValueError):
-    """A backbone does something to the stream between two of its modules."""
-
-
-class SeveralStreamsError(ValueError):
-    """A module gets the stream in more than one argument."""
-
-    def __init__(self, path: str, argument: str):
-        super().__init__(f"{path} gets more of the stream, as its argument {argument!r}")
-        self.path = path
 
 
 class StandIn:
@@ -150,173 +136,6 @@ class _Outputs(tuple):
         return type(first)([*first, *self])
 
 
-def _forward_encoder_layer(
-    layer: Any,
-    src: Tensor,
-    src_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: Any = False,
-) -> Tensor:
-    """What `nn.TransformerEncoderLayer` computes, without its fused path and its checks of masks,
-    which its attention makes again.
-    """
-
-    def attend(x: Tensor) -> Tensor:
-        y: Tensor = layer._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
-        return y
-
-    if layer.norm_first:
-        x = src + attend(layer.norm1(src))
-        return x + layer._ff_block(layer.norm2(x))
-    x = layer.norm1(src + attend(src))
-    return layer.norm2(x + layer._ff_block(x))
-
-
-# What is read in place of a class's own forward.
-_READ_FORWARDS: dict[Any, Any] = {nn.TransformerEncoderLayer.forward: _forward_encoder_layer}
-
-
-def run_layer_shadow(
-    layer: nn.Module,
-    make_observer: Callable[[], Any],
-    arguments: Mapping[str, Any],
-    lengths: dict[str, int],
-    opened: Collection[str] = (),
-    trial: Trial = FIRST_TRIAL,
-    training: bool = False,
-) -> tuple[Any, Any]:
-    """Run a layer's forward with stand-ins for its modules, on the observer's `stream`.
-
-    Args:
-        layer: a layer of a host.
-        make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
-            output into another number of names than expected.
-        arguments: of the forward besides the stream, by name.
-        lengths: into how many names stand-ins' outputs are unpacked, by path. A run adds what it
-            finds, so the next one with the same dict need not be run again.
-        opened: paths of the modules that run their own code, with stand-ins for their modules.
-        trial: says what values parameters and buffers have.
-        training: as in `nn.Module`, of the layer and of those opened.
-
-    Returns:
-        The observer, and what the forward returned.
-
-    Raises:
-        ValueError: the forward raises an error with stand-ins, or it sets an attribute of the layer
-            or of one of its modules.
-    """
-
-    def run(shadow: Any, observer: Any, forward: Any) -> Any:
-        attributes = _attributes(shadow)
-        output = forward(shadow, observer.stream, **arguments)
-        _check_attributes(attributes, _attributes(shadow))
-        return output
-
-    make = partial(make_layer_shadow, layer, opened=opened, trial=trial, training=training)
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        return _run_until_unpacked(layer, make, make_observer, run, lengths)
-
-
-def run_backbone_shadow(
-    backbone: nn.Module,
-    make_observer: Callable[[], Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    replaced: Collection[str],
-) -> tuple[Any, Any]:
-    """Run a backbone's forward with stand-ins for some of its modules.
-
-    Args:
-        backbone: the module that owns the layers.
-        make_observer: as in `run_layer_shadow`.
-        args, kwargs: of the forward.
-        replaced: paths of the modules that stand-ins replace.
-
-    Returns:
-        The observer, and what the forward returned.
-
-    Raises:
-        ValueError: the forward raises an error with stand-ins.
-    """
-
-    def run(shadow: Any, observer: Any, forward: Any) -> Any:
-        return forward(shadow, *args, **kwargs)
-
-    make = partial(_make_backbone_shadow, backbone, replaced=replaced)
-    with torch.inference_mode(False):
-        return _run_until_unpacked(backbone, make, make_observer, run, {})
-
-
-def _run_until_unpacked(
-    module: nn.Module,
-    make: Callable[[Any, dict[str, int]], Any],
-    make_observer: Callable[[], Any],
-    run: Callable[[Any, Any, Any], Any],
-    lengths: dict[str, int],
-) -> tuple[Any, Any]:
-    """Run until each stand-in's output is unpacked into as many names as the forward has.
-
-    run: gets the shadow, its observer and the class's forward.
-    """
-    forward: Any = original_class(module).forward  # type: ignore[attr-defined]
-    forward = _READ_FORWARDS.get(forward, forward)
-    while True:
-        observer = make_observer()
-        shadow = make(observer, lengths)
-        own = {**shadow._buffers, **shadow._parameters}
-        observer.parameters = {n: t for n, t in own.items() if t is None or t.is_floating_point()}
-        observer.unpacked = ""
-        try:
-            with FunctionMode(observer, shadow.training):
-                output = run(shadow, observer, forward)
-        except Exception as error:
-            if isinstance(error, ChangedStreamError | SeveralStreamsError):
-                raise
-            expected = re.search(r"values to unpack \(expected (\d+)", str(error))
-            path = observer.unpacked
-            if expected and lengths.get(path) != int(expected[1]):
-                lengths[path] = int(expected[1])
-                continue
-            raise ValueError(_describe_failure(error)) from error
-        return observer, output
-
-
-def _attributes(shadow: nn.Module) -> dict[str, tuple[int, int]]:
-    """What tells whether an attribute, a parameter or a buffer is set or changed in place."""
-    return {
-        f"{path}.{name}".lstrip("."): (id(value), getattr(value, "_version", 0))
-        for path, module in shadow.named_modules()
-        for name, value in {**vars(module), **module._buffers, **module._parameters}.items()
-    }
-
-
-def _check_attributes(
-    before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]
-) -> None:
-    """Raise a ValueError where an attribute has changed."""
-    for name in before | after:
-        if before.get(name) != after.get(name):
-            raise ValueError(
-                f"its own code sets {name}, and a connected layer runs its modules alone; set it "
-                "in one of them"
-            )
-
-
-def _describe_failure(error: Exception) -> str:
-    """Why a forward cannot run with stand-ins."""
-    reason = str(error).split("\n")[0]
-    if isinstance(error, ValueError) and "values to unpack" not in reason:
-        return reason
-    for cls, things in (
-        (LayerArgument, "its arguments"),
-        (LayerSwitch, "its arguments"),
-        (OtherOutput, "further outputs of modules"),
-    ):
-        if cls.__name__ in reason:
-            return f"its own code computes with {things}, where most layers pass them on"
-    return f"its own code does more than to call its modules ({type(error).__name__}: {reason})"
-
-
 def make_layer_shadow(
     layer: nn.Module,
     observer: Observer,
@@ -353,7 +172,7 @@ def make_layer_shadow(
     return shadow
 
 
-def _make_backbone_shadow(
+def make_backbone_shadow(
     backbone: nn.Module, observer: Observer, lengths: dict[str, int], replaced: Collection[str]
 ) -> Any:
     """A backbone of the same class with stand-ins for the modules of some paths, or for the members

@@ -20,7 +20,8 @@ from ..module_lists import has_children
 from .arguments import argument_parameters, layer_arguments, other_arguments, second_streams
 from .families import ReturnedArgument, UnreadValue
 from .recorder import LayerTrace, record_run, same_sum
-from .shadow import SeveralStreamsError, Trial
+from .shadow import Trial
+from .shadow_runs import SeveralStreamsError
 
 # What a layer does depends neither on lengths nor on sizes or signs. OPT flattens its sequences, so
 # there is one.

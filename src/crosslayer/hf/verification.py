@@ -42,12 +42,8 @@ from .host_norms import find_attribute
 from .layer_recognition import recognise_layer
 from .layers import first_output
 from .recognition import layer_kind
-from .shadow import (
-    ChangedStreamError,
-    make_layer_shadow,
-    run_backbone_shadow,
-    run_layer_shadow,
-)
+from .shadow import make_layer_shadow
+from .shadow_runs import ChangedStreamError, run_backbone_shadow, run_layer_shadow
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
