@@ -279,6 +279,11 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
     assert "gates is not drawn" in printed
     assert "cosines is not" not in printed and "Runs without a model" not in printed
     assert "sequences of up to 16 tokens" in (out / "report.html").read_text()
+    failing = ["--sections", "patterns", "--layer=2", "--out", str(tmp_path / "failing")]
+    assert main([*command, *failing]) == 0
+    printed = capsys.readouterr().out
+    assert "attention: expected a layer from 0 to 1, got 2" in printed
+    assert "patterns is not drawn" not in printed  # the failure says why
     for option, message in (
         ("--context=17", "context must be from 2 to the model's 16, got 17"),
         ("--layer=3", "--layer must be from 0 to 1, or 2 for the readout, got 3"),

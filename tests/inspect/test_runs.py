@@ -11,10 +11,15 @@ from matplotlib.figure import Figure
 from crosslayer.cli.main import main
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.inspect.report import draw_views
-from crosslayer.inspect.run_groups import find_baseline_group, group_runs, split_by_data
-from crosslayer.inspect.runs import read_runs
+from crosslayer.inspect.run_groups import (
+    find_baseline_group,
+    group_runs,
+    has_experts,
+    split_by_data,
+)
+from crosslayer.inspect.runs import TrainingRun, read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
-from crosslayer.inspect.training import loss_at_cost
+from crosslayer.inspect.training import TrainingCurve, loss_at_cost
 from crosslayer.inspect.training_summary import (
     GroupedRuns,
     measure_scaling,
@@ -559,3 +564,35 @@ def test_a_real_run_has_all_that_the_views_read(tmp_path):
     assert drawn == {"losses", "valid_losses", "times", "cosines"}
     content = json.loads((out / "inspection.json").read_text())
     assert [model["name"] for model in content["models"]] == ["hyper"]
+
+
+def planted_run(seed, settings, execution=()):
+    result = {"execution": dict(execution)}
+    curve = TrainingCurve()
+    return TrainingRun(
+        "mudd", Path(str(seed)), curve, "mudd", seed, settings, result, "", {}, "data"
+    )
+
+
+def test_seeds_are_one_group_whatever_does_not_change_what_is_learned():
+    """Workers, the place of the same data, and options that the run of a comparison does not name."""
+    settings = [{"layers": 2, "workers": 1, "data": "here"}, {"layers": 2, "data": "there"}]
+    runs = [planted_run(seed, options) for seed, options in enumerate(settings)]
+    assert [len(group.runs) for group in group_runs(runs)] == [2]
+    slower = planted_run(2, settings[0], {"recompute": "streams"})
+    deeper = planted_run(3, {"layers": 3})
+    assert [len(group.runs) for group in group_runs([*runs, slower, deeper])] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"family": "llama"}, False),
+        ({"family": "mixtral"}, True),
+        ({"family": "granitemoe", "model_config": {"num_local_experts": 8}}, True),
+        ({"family": "deepseek_v3"}, True),
+    ],
+)
+def test_experts_are_found_in_the_familys_config(settings, expected):
+    (group,) = group_runs([planted_run(0, settings)])
+    assert has_experts(group) is expected
