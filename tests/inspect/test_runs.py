@@ -567,15 +567,20 @@ def test_a_real_run_has_all_that_the_views_read(tmp_path):
 
 
 def planted_run(seed, settings, execution=()):
-    result = {"execution": dict(execution)}
-    curve = TrainingCurve()
     return TrainingRun(
-        "mudd", Path(str(seed)), curve, "mudd", seed, settings, result, "", {}, "data"
+        name="mudd",
+        folder=Path(str(seed)),
+        curve=TrainingCurve(),
+        connection="mudd",
+        seed=seed,
+        settings=settings,
+        result={"execution": dict(execution)},
+        data_digest="data",
     )
 
 
 def test_seeds_are_one_group_whatever_does_not_change_what_is_learned():
-    """Workers, the place of the same data, and options that the run of a comparison does not name."""
+    """Workers, the place of the same data, and options that a comparison does not name."""
     settings = [{"layers": 2, "workers": 1, "data": "here"}, {"layers": 2, "data": "there"}]
     runs = [planted_run(seed, options) for seed, options in enumerate(settings)]
     assert [len(group.runs) for group in group_runs(runs)] == [2]
