@@ -43,16 +43,23 @@ MUON = 1e-3
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def torchrun(arguments, environment):
+    """Two ranks. Where one crashes, its stack is shown: the errors of the other follow it."""
+    done = subprocess.run(
+        [*TORCHRUN, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
+    )
+    crash = done.stderr.partition("Fatal Python error")[2]
+    assert done.returncode == 0, crash[:4000] + done.stderr[-4000:]
+
+
 def two_ranks(jobs, folder):
     spec, out = folder / "spec.json", folder / "out.json"
     spec.write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [*TORCHRUN, str(HERE / "runs.py"), str(spec), str(out)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun([HERE / "runs.py", spec, out], {"OMP_NUM_THREADS": "1"})
     return json.loads(out.read_text())
 
 
@@ -85,14 +92,8 @@ def test_two_ranks_equal_one(text, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_one_rank_is_one_of_both(text, tmp_path):
     """Otherwise the other rank waits for it."""
-    done = subprocess.run(
-        [*TORCHRUN, str(HERE / "failing_rank.py"), text, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    paths = os.pathsep.join([str(HERE.parent.parent), *sys.path])
+    torchrun([HERE / "failing_rank.py", text, tmp_path], {"PYTHONPATH": paths})
     errors = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     unwritten = "step-00000002 cannot be written (planted); there is no other"
     for of_rank in errors:
