@@ -125,6 +125,7 @@ def test_former_names():
             "^prenorm: stream_dtype must be one of 'float32', .* or None, got 32$",
         ),
         ("os.system", "^cannot read the connection"),
+        ("mudd#dilation=2", "^cannot read the connection 'mudd#dilation=2'"),
         ("", "^cannot read the connection"),
     ],
 )

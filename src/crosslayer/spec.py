@@ -232,12 +232,16 @@ def split_specs(line: str) -> list[str]:
 def _parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of a string. Values are literals, so nothing in the string is executed."""
     try:
-        match ast.parse(text.strip(), mode="eval").body:
+        stripped = text.strip()
+        tree = ast.parse(stripped, mode="eval").body
+        match tree:
+            case _ if ast.get_source_segment(stripped, tree) != stripped:
+                pass  # a comment or parentheses around it
             case ast.Name(id=name):
                 return name, {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
                 if all(keyword.arg for keyword in keywords):  # `**options` has no name
-                    return name, _literal_options(name, keywords, text.strip())
+                    return name, _literal_options(name, keywords, stripped)
     except (SyntaxError, UnicodeError, TypeError, RecursionError, MemoryError, AttributeError):
         pass  # MemoryError and RecursionError: nested too deep for Python's parser
     raise ValueError(
