@@ -51,6 +51,8 @@ def test_a_missing_package(arguments, package, extra, monkeypatch, capsys):
                 "write --loggers+=VALUE for each"
             ),
         ),
+        ("train --lr 1" + "0" * 400, "a number among the options is larger than any float"),
+        ("eval model --out=", "--out is empty; give it the path of a folder, or leave it out"),
         ("train --vocab many", "--vocab must be a whole number or None, got 'many'"),
         ("train --layers 1000000000", "layers must be at most 10,000, got 1000000000"),
         (

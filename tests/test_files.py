@@ -84,3 +84,15 @@ def test_all_files_of_a_folder_are_on_disk_before_it_is_renamed(tmp_path, monkey
     assert (tmp_path / "out" / "weights" / "a").read_text() == "a"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["weights"]
+
+
+def test_a_new_folder_behind_a_link_and_a_mounted_disk(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with new_folder(tmp_path / "link") as work:
+        (work / "a").write_text("a")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "a").is_file()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+    message = "mounted: a disk is mounted there, so name a new folder in it"
+    with pytest.raises(ValueError, match=message), new_folder(tmp_path / "mounted"):
+        pytest.fail("the work is done before it is refused")

@@ -120,6 +120,7 @@ def test_former_names():
         ("mudd(period='lst')", r"^mudd: period must be .* or one of 'last', got 'lst' \(did you"),
         ("mudd(window=[[1]])", r"^mudd: window must be a whole number or None, got \[\[1\]\]$"),
         ("hyper(beta=1e999)", "^hyper: beta must be a finite number, got inf$"),
+        ("hyper(beta=1" + "0" * 400 + ")", "^hyper: beta must be a finite number, got 100"),
         (
             "prenorm(stream_dtype=32)",
             "^prenorm: stream_dtype must be one of 'float32', .* or None, got 32$",

@@ -23,4 +23,6 @@ def error_in_one_line(error: BaseException) -> str:
 
 def error_with_class(error: BaseException) -> str:
     """An error in one line that begins with its class."""
-    return f"{type(error).__name__}: {error_in_one_line(error)}"
+    name = type(error).__name__
+    text = error_in_one_line(error)
+    return name if text == name else f"{name}: {text}"  # An error without words is its name.

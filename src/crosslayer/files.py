@@ -60,13 +60,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder that becomes `folder` where the block succeeds, and is removed where it fails.
 
     Raises:
-        ValueError: `folder` is a file, not empty or has no name, or another process is making it.
+        ValueError: `folder` is a file, not empty, has no name or is where a disk is mounted, or
+            another process is making it.
     """
     if folder.is_file():
         raise ValueError(f"{folder}: is a file, expected a new or empty folder")
     if not folder.name:
         raise ValueError(f"{folder}: cannot be replaced; name a new folder, like ./corpus")
     _check_empty(folder)
+    if folder.is_mount():
+        raise ValueError(f"{folder}: a disk is mounted there, so name a new folder in it")
+    folder = Path(os.path.realpath(folder))  # a link stays one
     work = folder.with_name(folder.name + UNFINISHED_SUFFIX)
     with lock_folder(work):
         # `work` is renamed, or removed, with its lock file. A process that opened the file just

@@ -162,12 +162,19 @@ def _fits_kind(value: object, annotation: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+        return isinstance(value, int | float) and _is_finite(value)
     if kind is Sequence:
         if not isinstance(value, list | tuple):
             return False
         return all(_fits_kind(item, part) for part in parts for item in value)
     return isinstance(value, kind) and _items_fit(value, parts)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can be
+        return False
 
 
 def _items_fit(value: Any, parts: tuple[Any, ...]) -> bool:

@@ -38,7 +38,12 @@ def write_results(
                 runs.append(_run(name, arm.connection, seed, end, curve))
     settings = Plan("").settings() | {"data": "/home/someone/text.txt"} | changes
     results = {
-        "environment": {"device": "CPU, 1 threads", "torch": "2.13.0"},
+        "environment": {
+            "device": "CPU, 1 threads",
+            "torch": "2.13.0",
+            "python": "3.11",
+            "crosslayer": "0.2",
+        },
         "settings": settings,
         "data": {"bytes to train on": 1, "sha256": "0"},
         "scale": "full",

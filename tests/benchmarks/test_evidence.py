@@ -318,7 +318,8 @@ def test_files_of_a_study_must_fit(tmp_path):
     take_over(folder, docs)
     (study,) = read_studies(docs, tmp_path / "none.csv").values()
     environment = study.comparison.results.environment
-    assert environment == {"device": "CPU, 1 threads and another device", "torch": "2.13.0"}
+    assert environment["device"] == "CPU, 1 threads and another device"
+    assert environment["torch"] == "2.13.0"
 
     (docs / "short.two.json").unlink()
     take_over(write_results(tmp_path / "two", ["mudd", "mgr"]), docs)

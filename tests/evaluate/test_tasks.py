@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness on connected models, by task files on local data."""
 
+import json
 import math
 from pathlib import Path
 
@@ -11,8 +12,13 @@ from lm_eval.tasks import TaskManager
 from crosslayer.convert import open_model
 from crosslayer.evaluate import evaluate_tasks, find_tasks
 from crosslayer.evaluate.harness_tasks import check_task_names
-from tests.evaluate.conftest import QUESTIONS, SENTENCES
-from tests.evaluate.tiny_models import byte_tokenizer, log_probabilities, tiny_model
+from tests.evaluate.conftest import CHOICE_TASK, QUESTIONS, SENTENCES
+from tests.evaluate.tiny_models import (
+    byte_tokenizer,
+    log_probabilities,
+    tiny_model,
+    write_lines,
+)
 
 TASKS = ["local_choice", "local_word"]
 
@@ -66,6 +72,36 @@ def test_a_template_that_does_not_fit_its_documents(include_path, tmp_path):
     (tmp_path / "wrong.yaml").write_text(task.replace("local_word", "wrong"))
     with pytest.raises(ValueError, match="a template of wrong does not fit its documents"):
         evaluate(tiny_model(), tmp_path, ["wrong"])
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([], {}, "cannot make its requests of faulty .StopIteration.; check the task's file"),
+        ([{**QUESTIONS[0], "label": 7}], {}, "cannot make its requests of faulty .IndexError"),
+        (QUESTIONS, {"num_fewshot": 100}, "more of these than --num-fewshot"),
+    ],
+)
+def test_documents_that_do_not_fit_a_task(documents, options, message, tmp_path):
+    file = write_lines(tmp_path / "documents.jsonl", documents)
+    task = CHOICE_TASK.format(file=file, cache=json.dumps(str(tmp_path / "cache")))
+    (tmp_path / "faulty.yaml").write_text(task.replace("local_choice", "faulty"))
+    with pytest.raises(ValueError, match=message) as error:
+        evaluate(tiny_model(), tmp_path, ["faulty"], **options)
+    assert "\n" not in str(error.value)
+
+
+def test_documents_and_task_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"question": \n')
+    task = CHOICE_TASK.format(
+        file=tmp_path / "broken.jsonl", cache=json.dumps(str(tmp_path / "cache"))
+    )
+    (tmp_path / "broken.yaml").write_text(task.replace("local_choice", "broken"))
+    with pytest.raises(ValueError, match=r"cannot read the data of broken .*JSON"):
+        evaluate(tiny_model(), tmp_path, ["broken"])
+    (tmp_path / "broken.yaml").write_text("task: broken\n  metrics: [\n")
+    with pytest.raises(ValueError, match=r"broken\.yaml: .*line 2"):
+        find_tasks(["broken"], tmp_path)
 
 
 def test_batch_size_changes_nothing(include_path):

@@ -414,6 +414,17 @@ def test_models_that_cannot_be_connected():
         crosslayer.connect(build("mixtral"), "mudd", reallocate=True)
 
 
+@pytest.mark.parametrize("part", ["model.layers.1", "model.layers.1.self_attn"])
+def test_a_part_of_another_connected_model_is_left_as_it_is(part):
+    first, second = llama(), llama()
+    second.set_submodule(part, first.get_submodule(part))
+    crosslayer.connect(first, "mudd")
+    before = first(ids()).logits
+    with pytest.raises(ValueError, match=r"layers\.1\S* belongs to another model, which is conn"):
+        crosslayer.connect(second, "hyper")
+    assert torch.equal(first(ids()).logits, before)
+
+
 def test_a_spec_object_connects_like_its_string():
     spec = crosslayer.make("mudd", dilation=2)
     model = crosslayer.connect(llama(), spec)
@@ -492,6 +503,8 @@ class TestDisconnect:
         wrapped = torch.nn.DataParallel(crosslayer.connect(llama(), "prenorm"))
         with pytest.raises(ValueError, match="disconnect before DataParallel wraps the model"):
             crosslayer.disconnect(wrapped)
+        with pytest.raises(ValueError, match="tolerance must be a number of at least 0, got -1"):
+            crosslayer.disconnect(crosslayer.connect(llama(), "prenorm"), tolerance=-1)
         with pytest.raises(ValueError, match="MLP widths differ between layers"):
             crosslayer.disconnect(crosslayer.connect(llama(), "prenorm", reallocate=True))
         with torch.device("meta"):

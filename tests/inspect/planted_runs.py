@@ -82,7 +82,7 @@ def write_comparison(
     """
     folder.mkdir(parents=True)
     content = {
-        "environment": {},
+        "environment": dict.fromkeys(("device", "torch", "python", "crosslayer"), "known"),
         "settings": SETTINGS | settings,
         "data": {"sha256": digest},
         "scale": "full",

@@ -501,6 +501,8 @@ def test_damaged_results_are_one_line(tmp_path, comparison):
         {"arms": {"Transformer": {"connection": "prenorm"}}},
         {"runs": [1]},
         {"settings": {"steps": "many"}},
+        {"environment": {}},
+        {"runs": [{**content["runs"][0], "tokens_per_second": 0}]},
     ):
         (tmp_path / "results.json").write_text(json.dumps(content | damage))
         with pytest.raises(ValueError, match=r"\(damaged\?\)") as caught:
@@ -587,6 +589,13 @@ def test_seeds_are_one_group_whatever_does_not_change_what_is_learned():
     slower = planted_run(2, settings[0], {"recompute": "streams"})
     deeper = planted_run(3, {"layers": 3})
     assert [len(group.runs) for group in group_runs([*runs, slower, deeper])] == [2, 1, 1]
+
+
+def test_seeds_with_another_first_validation_set_are_no_group():
+    """The loss of a run is that of its first set, and a digest is of all of them."""
+    orders = [{"valid": {"a": "a", "b": "b"}}, {"valid": {"b": "b", "a": "a"}}]
+    runs = [planted_run(seed, options) for seed, options in enumerate(orders)]
+    assert [len(group.runs) for group in group_runs(runs)] == [1, 1]
 
 
 @pytest.mark.parametrize(

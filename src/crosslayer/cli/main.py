@@ -130,6 +130,10 @@ def _run_command(arguments: Sequence[str]) -> int:
     except ArgumentError as error:
         message = error_in_one_line(error)
         raise ValueError(_plain_message(message, command, actions)) from None
+    except OverflowError:
+        raise ValueError("a number among the options is larger than any float") from None
+    if any(name.endswith(".out") and value == "" for name, value in options.items()):
+        raise ValueError("--out is empty; give it the path of a folder, or leave it out")
     return modules[options.command].run(options[options.command])
 
 

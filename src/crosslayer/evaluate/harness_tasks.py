@@ -9,10 +9,14 @@ import contextlib
 import copy
 import logging
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from ..errors import error_in_one_line, error_with_class
 from ..validation import check_non_negative, check_positive, did_you_mean
 from .language_models import check_causal, end_tokens
 
@@ -94,10 +98,15 @@ def evaluate_tasks(
 
 @contextlib.contextmanager
 def _errors_in_words(tasks: str, context: int) -> Iterator[None]:
-    """Raise ValueErrors for what the harness raises where data, templates or lengths do not fit."""
+    """Raise ValueErrors for what the harness raises where tasks, data or lengths do not fit."""
+    from datasets.exceptions import DatasetGenerationError
+
     try:
         yield
-    except OSError as error:  # ConnectionError and datasets' own errors are OSErrors
+    except DatasetGenerationError as error:
+        reason = error_with_class(error.__cause__ or error)
+        raise ValueError(f"cannot read the data of {tasks} ({reason})") from error
+    except OSError as error:  # ConnectionError is one, and so is what datasets does not find
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"cannot load the data of {tasks} ({reason}); the harness downloads it from "
@@ -110,9 +119,19 @@ def _errors_in_words(tasks: str, context: int) -> Iterator[None]:
             f"{context} tokens?"
         ) from error
     except Exception as error:
-        if not type(error).__module__.startswith("jinja2"):  # of a template
+        if type(error).__module__.startswith("jinja2"):  # of a template
+            raise ValueError(
+                f"a template of {tasks} does not fit its documents ({error})"
+            ) from error
+        # Before it runs the model, the harness reads task files and documents without any checks.
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        in_model = any(Path(file).match("lm_eval/models/*.py") for file in files)
+        if in_model or isinstance(error, ImportError):
             raise
-        raise ValueError(f"a template of {tasks} does not fit its documents ({error})") from error
+        raise ValueError(
+            f"the harness cannot make its requests of {tasks} ({error_with_class(error)}); check "
+            "the task's file, its documents, and that there are more of these than --num-fewshot"
+        ) from error
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> "TaskManager":
@@ -123,7 +142,7 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
         include_path: a folder of YAML task files besides the harness's own.
 
     Raises:
-        ValueError: the folder does not exist, or a task is unknown.
+        ValueError: the folder does not exist, a task is unknown, or its file is no YAML.
     """
     from lm_eval.tasks import TaskManager
 
@@ -134,9 +153,20 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
         manager = TaskManager(include_path=include_path, include_defaults=False)
         if set(tasks) <= set(manager.all_subtasks):
             return manager
+        for path in sorted(Path(include_path).rglob("*.yaml")):
+            _check_yaml(path)  # The harness leaves out what it cannot read.
     manager = TaskManager(include_path=include_path)
     check_task_names(tasks, manager)
     return manager
+
+
+def _check_yaml(path: Path) -> None:
+    """Raise a ValueError for a file that is no YAML, without a look at what its tags mean."""
+    try:
+        for _ in yaml.parse(path.read_text(encoding="utf-8"), yaml.SafeLoader):
+            pass
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error_in_one_line(error)}") from error
 
 
 def check_task_names(tasks: Sequence[str], manager: "TaskManager") -> None:

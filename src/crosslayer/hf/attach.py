@@ -16,7 +16,7 @@ from .families import FAMILIES, FunctionCall, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormFunction, NormReference, copy_norm
 from .layers import ConnectedLayer, make_readout
 from .mlp_widths import set_mlp_widths
-from .qkv import split_qkv_inputs
+from .qkv import SplitInputAttention, split_qkv_inputs
 from .recognition import NoLayersError, recognise_model
 
 
@@ -114,6 +114,7 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
         # While a saved model is built, its class comes before its connections and their wiring.
         if is_connected(module) and "wiring" in vars(module):
             return module, module.wiring
+    _check_of_one_model(backbone)
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__
     family = FAMILIES.get(name)
@@ -129,6 +130,16 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
             f"connect cannot connect {name!r}: {error}. In a model of your own, use "
             "crosslayer.Stack, or write the loop (docs/concepts.md)"
         ) from None
+
+
+def _check_of_one_model(backbone: nn.Module) -> None:
+    """Raise a ValueError for a plain model with a layer or an attention of a connected one."""
+    for path, module in backbone.named_modules():
+        if isinstance(module, ConnectedLayer | SplitInputAttention):
+            raise ValueError(
+                f"{path} belongs to another model, which is connected; connect each model's own "
+                "layers, like those of copy.deepcopy(model)"
+            )
 
 
 def final_norm(backbone: nn.Module, wiring: ModelWiring) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..class_swap import restore_class
 from ..connection import Connection, autocast_disabled, find_connections
 from ..norms import add_write
+from ..validation import check_non_negative
 from .attach import (
     check_not_dispatched,
     check_not_wrapped,
@@ -56,6 +57,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     if not isinstance(model, nn.Module):
         raise ValueError(f"disconnect takes a model, got a {type(model).__name__}")
     check_not_wrapped(model, "disconnect")
+    check_non_negative(tolerance=tolerance)
     connected = [path for path, module in model.named_modules() if is_connected(module)]
     if not connected:
         raise ValueError(f"disconnect: this {type(model).__name__} is not connected")

@@ -91,8 +91,13 @@ def _group_key(run: TrainingRun) -> str:
         if name not in ignored
     }
     execution = run.result.get("execution", {})
-    parts = (run.name, run.connection, run.data_digest, own, settings, execution)
+    parts = (run.name, run.connection, _loss_key(run), own, settings, execution)
     return json.dumps(parts, sort_keys=True)
+
+
+def _loss_key(run: TrainingRun) -> tuple[str, list[str]]:
+    """What runs share whose losses are of the same text: that of a run is of its first set."""
+    return run.data_digest, list(run.settings.get("valid", {}))
 
 
 def _make_group(label: str, series: str, members: Sequence[TrainingRun]) -> RunGroup:
@@ -195,8 +200,7 @@ def split_by_data(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]
     for group in groups:
         key = _settings_key(group, DATA)
         if has_digests:
-            # the loss of a run is that of its first validation set
-            key = repr((group.first.data_digest, list(group.first.settings.get("valid", {}))))
+            key = repr(_loss_key(group.first))
         parts.setdefault(key if group.first.settings else "", []).append(group)
     if len(parts.keys() - {""}) <= 1:
         return [("", list(groups))]

@@ -24,6 +24,7 @@ from ..run_folders import (
     run_folder_name,
 )
 from ..train.comparison_results import DIGEST_KEY, read_comparison_results
+from ..train.run_state import check_sizes
 from .training import CurvePoints, TrainingCurve, read_training_curve
 
 
@@ -159,6 +160,10 @@ def _make_run(
         raise ValueError(f"{source}: not the results of a run (damaged?)")
     if not isinstance(row.get("seed"), int | None):
         raise ValueError(f"{source}: the seed is {row['seed']!r} (damaged?)")
+    try:
+        check_sizes(row)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error} (damaged?)") from None
     wanted = {
         **dict.fromkeys(("steps", "batch", "context", "layers"), int),
         **dict.fromkeys(("model_config", "valid"), dict),

@@ -14,7 +14,7 @@ from ..ops import dispatch
 from ..run_folders import COMPARISON_RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
 from .identity import PLACES_OF_DATA, first_difference
-from .run_state import RunResult, check_fields
+from .run_state import RunResult, check_fields, check_sizes
 from .settings import CHANGEABLE_OPTIONS
 
 
@@ -68,16 +68,19 @@ class ComparisonResults:
 
         Raises:
             ValueError, KeyError, TypeError: a field is missing, unknown, or has a value of another
-                type.
+                type, or a size or speed is not positive.
         """
         runs = content["runs"]
         diverged = content["diverged"]
         check_fields(cls, {**content, "runs": [], "diverged": []})
+        for name in _VERSIONS:
+            content["environment"][name]
         for arm in content["arms"].values():
             for key, kind in (("connection", str), ("options", dict), ("paper", dict)):
                 check_option_type(key, arm[key], kind)
         for run in runs:
             check_fields(RunResult, run)
+            check_sizes(run)
             if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
                 raise ValueError("a curve must have points of a step and a loss")
         for run in diverged:
@@ -87,6 +90,7 @@ class ComparisonResults:
         return cls(**{**content, "runs": runs, "diverged": diverged})
 
 
+_VERSIONS = ("device", "torch", "python", "crosslayer")  # of every environment
 TORCH_OPERATIONS = "PyTorch operations"  # what results that do not say it were measured with
 
 

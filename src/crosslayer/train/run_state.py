@@ -161,6 +161,14 @@ class RunResult:
     execution: dict[str, Any] = field(default_factory=dict)
 
 
+def check_sizes(result: dict[str, Any]) -> None:
+    """Raise a ValueError for a size or a speed in a result that is not positive."""
+    for name in ("parameters", "activation_bytes", "tokens_per_second"):
+        value = result.get(name, 1)  # older results have fewer
+        if not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} must be positive, got {value!r}")
+
+
 def check_fields(row_class: type, content: dict[str, Any]) -> None:
     """Check that values from a JSON file fit the fields of a class. Numbers need not be finite.
 
