@@ -55,7 +55,7 @@ MAP_CAPTION = (
 
 def on_config(config: Any) -> Any:
     """Put the pages of the connections into the navigation, under the page that lists them."""
-    pages = [{name: f"connections/{name}.md"} for name in crosslayer.available()]
+    pages = [{name: f"connections/{name}.md"} for name in own_connections()]
     for entry in config.nav:
         if "Connections" in entry:
             entry["Connections"] = [{"All connections": "connections.md"}, *pages]
@@ -64,7 +64,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for every connection."""
-    for name in crosslayer.available():
+    for name in own_connections():
         files.append(
             File.generated(config, f"connections/{name}.md", content=connection_page(name))
         )
@@ -136,7 +136,7 @@ def connections_table() -> str:
         "| connection | what it is | paper | equivalent to pre-norm at initialisation |",
         "| --- | --- | --- | --- |",
     ]
-    for name in crosslayer.available():
+    for name in own_connections():
         method = crosslayer.make(name).method
         doc = module_docstring(name)
         summary = " ".join(doc.split("\n\n")[0].split()).rstrip(".")
@@ -147,6 +147,15 @@ def connections_table() -> str:
         equivalence = EQUIVALENCE[method.initial_function]
         rows.append(f"| [`{name}`](connections/{name}.md) | {summary} | {link} | {equivalence} |")
     return "\n".join(rows)
+
+
+def own_connections() -> list[str]:
+    """Without those of other packages that are installed here."""
+    return [name for name in crosslayer.available() if is_own(crosslayer.make(name).method)]
+
+
+def is_own(method: type) -> bool:
+    return method.__module__.startswith("crosslayer.")
 
 
 def module_docstring(name: str) -> str:

@@ -172,8 +172,8 @@ class Connection(Float32Parameters, Generic[StateT]):
             of `InitialFunction`. An instance whose options change that sets another.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
             connects must have these norms.
-        gate_field: the field of the state that weights the pending write, if there is one.
-            Diagnostics log it.
+        gate_field: the field of the state that weights the pending write or, where no field does,
+            the stream that it joins. Diagnostics log it.
         weight_decay_params: own parameters that take weight decay. The others take none.
         test_variants: specs with options that the laws (crosslayer.testing.laws) cover too.
         options: the options of the spec that built this connection.

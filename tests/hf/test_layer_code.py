@@ -85,7 +85,7 @@ NORM_FUNCTIONS = {
 REFUSED_NORM_FUNCTIONS = {
     "with a weight": (
         lambda block, x: F.rms_norm(x, (DIM,), block.weight),
-        "scales what attn gets by its own parameters",
+        "attn gets what the layer computes with its own parameters",
     ),
     "times a weight": (
         lambda block, x: F.rms_norm(x, (DIM,)) * block.weight,
@@ -160,7 +160,7 @@ def test_activations_that_are_functions(activation):
     without = site[0]._replace(after=site[0].after[1:])
     layer_wiring = wiring.of_layers[0]._replace(sites=((without,),))
     with pytest.raises(ValueError, match="connect would change what layer 0"):
-        verify_wiring(backbone, wiring._replace(of_layers=(layer_wiring,) * 3))
+        verify_wiring(plain, backbone, wiring._replace(of_layers=(layer_wiring,) * 3))
 
 
 @pytest.mark.parametrize("activation", REFUSED_ACTIVATIONS)
@@ -433,7 +433,7 @@ def test_a_constant_that_is_left_out_is_seen():
     sites = tuple(tuple(sub._replace(preset_arguments=()) for sub in site) for site in layer.sites)
     planted = wiring._replace(of_layers=(layer._replace(sites=sites),) * len(wiring.of_layers))
     with pytest.raises(ValueError, match="connect would change what layer 0"):
-        verify_wiring(backbone, planted)
+        verify_wiring(backbone, backbone, planted)
 
 
 def test_the_usual_call_of_torchs_attention():

@@ -276,6 +276,27 @@ def test_a_wrapped_model_is_refused():
         crosslayer.connect(nn.DataParallel(GPT()), "mudd")
 
 
+class ReaddingGPT(GPT):
+    """Adds the embedding again after each layer."""
+
+    def forward(self, ids):
+        parts = self.transformer
+        embedding = parts.drop(parts.wte(ids))
+        x = embedding
+        for block in parts.h:
+            x = block(x) + 0.1 * embedding
+        return self.lm_head(parts.ln_f(x))
+
+
+def test_a_sum_between_layers_is_refused():
+    """Of layers in an `nn.ModuleDict`, which has no forward, and beside dropout in training mode."""
+    model = ReaddingGPT()
+    model.transformer["drop"] = nn.Dropout(0.1)
+    with pytest.raises(ValueError, match=r"changes the stream after transformer\.h\.0 \(torch"):
+        crosslayer.connect(model.train(), "mudd")
+    assert not any("connections" in name for name, _ in model.named_modules())
+
+
 def test_connect_leaves_buffers_as_they_are():
     """The check runs the modules beside the layers, which may count or average what they see."""
     model = GPT()

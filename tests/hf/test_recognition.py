@@ -113,7 +113,7 @@ def test_generating_saving_and_disconnecting(family, tmp_path):
     ("family", "reason"),
     [
         ("minimax", "it returns post_attention_layernorm + mlp, and not its input plus outputs"),
-        ("doge", "the layer scales what post_attention_layernorm gets by its own parameters"),
+        ("doge", "post_attention_layernorm gets what the layer computes with its own parameters"),
         ("xlm", "its sub-layers are in separate lists, attentions, layer_norm1, ffns"),
         ("zaya", "post_attention_residual_scale gets more of the stream, as its argument"),
         (
@@ -252,5 +252,5 @@ def test_layers_of_one_kind_are_verified_once(monkeypatch):
 
     difference = verification._layer_difference
     monkeypatch.setattr(verification, "_layer_difference", layer_difference)
-    verify_wiring(*find_backbone(model))
+    verify_wiring(model, *find_backbone(model))
     assert len(verified) == 1

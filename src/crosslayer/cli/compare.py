@@ -90,7 +90,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_comparison_report
-    from ..train.report_notes import run_notes, scope_notes
+    from ..train.report_notes import run_notes, table_notes
 
     console = make_console()
     stopped = False
@@ -116,7 +116,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
-    for note in [*run_notes(comparison), *scope_notes(comparison)]:
+    for note in table_notes(comparison):
         console.print(note)
     if stopped:
         finished = len(comparison.results.runs)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..inspect.sections import Section, TrainingView
 
 _TRAINING = "training"  # stands for all views of training in --sections
+_MOST_REASONS = 2  # more views that cannot be drawn are one line
 
 
 def parser() -> Any:
@@ -140,9 +141,16 @@ def _print_remarks(
     for inspection in inspections:
         for line in [*inspection.results.get("alarms", []), *inspection.failures()]:
             console.print(f"{inspection.name}: {line}", soft_wrap=True)
-    if training is not None:
-        for line in [*training.notes, *training.not_drawn]:
-            console.print(line, soft_wrap=True)
+    if training is None:
+        return
+    for line in training.notes:
+        console.print(line, soft_wrap=True)
+    if len(training.not_drawn) > _MOST_REASONS:
+        names = ", ".join(training.not_drawn)
+        console.print(f"Not drawn: {names}. The report says what each needs.", soft_wrap=True)
+    else:
+        for name, needs in training.not_drawn.items():
+            console.print(f"{name} is not drawn; it needs {needs}", soft_wrap=True)
 
 
 def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:

@@ -80,7 +80,7 @@ def connect(
     if is_connected(backbone):
         raise ValueError(_already_connected(model, backbone))
     if verify:
-        verify_wiring(backbone, wiring)
+        verify_wiring(model, backbone, wiring)
     if spec.method.norms_its_stream:
         _check_norms(backbone, wiring, spec)
     check_stream_factors(backbone, wiring, spec)

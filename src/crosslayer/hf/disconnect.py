@@ -80,7 +80,8 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         raise ValueError(
             f"{backbone.connection_spec} does not compute the plain residual: "
             f"a sub-layer's input differs by up to {difference:.1e}, "
-            f"and the tolerance is {tolerance:.1e}"
+            f"and the tolerance is {tolerance:.1e}; a larger tolerance accepts rounding and the "
+            "epsilon of a norm"
         )
     remove_connections(model)
     return model

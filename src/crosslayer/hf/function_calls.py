@@ -60,9 +60,13 @@ def is_norm_function(call: FunctionCall) -> bool:
 class FunctionMode(TorchFunctionMode):
     """Lets the observer see dropout, activations and norms that are no modules, and products with
     arguments.
+
+    Args:
+        observer: what answers them.
+        training: the mode that dropout must be in; None where modules in either mode are run.
     """
 
-    def __init__(self, observer: FunctionObserver, training: bool = False):
+    def __init__(self, observer: FunctionObserver, training: bool | None = False):
         super().__init__()
         self.observer = observer
         self.training = training
@@ -88,7 +92,7 @@ class FunctionMode(TorchFunctionMode):
         """What dropout returns. named: its arguments."""
         p = float(named.get("p", 0.5))
         x = named["input"].as_subclass(Tensor)
-        if p and bool(named.get("training", True)) != self.training:
+        if p and self.training not in (None, bool(named.get("training", True))):
             when = "in training" if self.training else "in evaluation"
             state = "no dropout" if self.training else "dropout"
             raise ValueError(f"its own code has {state} {when}")

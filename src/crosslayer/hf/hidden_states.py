@@ -133,10 +133,13 @@ def check_whole(hidden: Any) -> None:
         )
 
 
+_REMEDY = "; crosslayer.disconnect restores the model, and docs/your-model.md says what it needs"
+
+
 class StreamUseError(AttributeError):
     """A host uses the stream between two of its layers."""
 
-    def __init__(self, use: str, remedy: str = ""):
+    def __init__(self, use: str, remedy: str = _REMEDY):
         super().__init__(
             f"between connected layers, and from the last one to the final norm, there is a "
             f"connection's state in place of the stream: the host cannot use {use} there"

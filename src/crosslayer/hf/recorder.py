@@ -154,7 +154,10 @@ class _Recorder:
         factors = numpy.linalg.lstsq(basis, values, rcond=None)[0]
         if abs(basis @ factors - values).max() > _TOLERANCE * abs(values).max():
             if is_scaled:
-                raise ValueError(f"the layer scales what {where} gets by its own parameters")
+                raise ValueError(
+                    f"{where} gets what the layer computes with its own parameters, and not a sum "
+                    "of the stream and of modules' outputs"
+                )
             raise ValueError(no_sum)
         found = {}
         known = len(self.vectors)

@@ -96,7 +96,7 @@ def run_layer_shadow(
 
     make = partial(make_layer_shadow, layer, opened=opened, trial=trial, training=training)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        return _run_until_unpacked(layer, make, make_observer, run, lengths)
+        return _run_until_unpacked(layer, make, make_observer, run, lengths, training)
 
 
 def run_backbone_shadow(
@@ -126,7 +126,8 @@ def run_backbone_shadow(
 
     make = partial(make_backbone_shadow, backbone, replaced=replaced)
     with torch.inference_mode(False):
-        return _run_until_unpacked(backbone, make, make_observer, run, {})
+        # Modules that it shares with the shadow stay in the mode that they are in.
+        return _run_until_unpacked(backbone, make, make_observer, run, {}, training=None)
 
 
 def _run_until_unpacked(
@@ -135,10 +136,12 @@ def _run_until_unpacked(
     make_observer: Callable[[], Any],
     run: Callable[[Any, Any, Any], Any],
     lengths: dict[str, int],
+    training: bool | None,
 ) -> tuple[Any, Any]:
     """Run until each stand-in's output is unpacked into as many names as the forward has.
 
     run: gets the shadow, its observer and the class's forward.
+    training: of `FunctionMode`.
     """
     forward: Any = original_class(module).forward  # type: ignore[attr-defined]
     forward = _READ_FORWARDS.get(forward, forward)
@@ -149,7 +152,7 @@ def _run_until_unpacked(
         observer.parameters = {n: t for n, t in own.items() if t is None or t.is_floating_point()}
         observer.unpacked = ""
         try:
-            with FunctionMode(observer, shadow.training):
+            with FunctionMode(observer, training):
                 output = run(shadow, observer, forward)
         except Exception as error:
             if isinstance(error, ChangedStreamError | SeveralStreamsError):

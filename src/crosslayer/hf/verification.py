@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
+from ..class_swap import original_class
 from ..spec import make
 from .arguments import (
     LayerArgument,
@@ -49,10 +50,11 @@ _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
 
 
-def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
+def verify_wiring(model: Any, backbone: Any, wiring: ModelWiring) -> None:
     """Raise a ValueError unless the wiring gives the host's own function.
 
     Args:
+        model: whose part the backbone is, or the backbone itself.
         backbone: the module that owns the layers, not connected.
         wiring: of its family's row, or recognised.
 
@@ -82,7 +84,22 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
                 f"{_describe_actual(layer, layer_wiring, wiring.dim)}"
             )
     if not next(backbone.parameters()).is_meta:
-        _check_backbone(backbone, wiring)
+        _check_backbone(*_find_runner(model, backbone, wiring))
+
+
+def _find_runner(model: Any, backbone: Any, wiring: ModelWiring) -> tuple[Any, ModelWiring]:
+    """The module whose forward runs the layers, with its wiring: the backbone, or what contains it.
+
+    nanoGPT's layers are in an `nn.ModuleDict`, which has no forward.
+    """
+    path = next(path for path, module in model.named_modules() if module is backbone)
+    runner = backbone
+    while path and original_class(runner).forward is nn.Module.forward:  # type: ignore[attr-defined]
+        path, _, name = path.rpartition(".")
+        runner = model.get_submodule(path)
+        final = None if wiring.final is None else f"{name}.{wiring.final}"
+        wiring = wiring._replace(layers=f"{name}.{wiring.layers}", final=final)
+    return runner, wiring
 
 
 class _Functions:
@@ -285,15 +302,21 @@ def _restored_buffers(backbone: nn.Module, layers: str) -> Iterator[None]:
         for path, module in backbone.named_modules()
         if not f"{path}.".startswith(f"{layers}.")
         for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_inference()
+        if buffer is not None and not buffer.is_inference() and not buffer.is_meta
     ]
     try:
         yield
     finally:
         for module, name, buffer, value, version in buffers:
             module._buffers[name] = buffer
-            if buffer._version != version:
+            if _has_changed(buffer, value, version):
                 buffer.copy_(value)
+
+
+def _has_changed(buffer: Tensor, before: Tensor, version: int) -> bool:
+    """Batch norm changes its running statistics without a new version."""
+    is_statistic = buffer.is_floating_point() and buffer.itemsize > 1
+    return buffer._version != version or (is_statistic and not torch.equal(buffer, before))
 
 
 def _make_inputs(backbone: Any, width: int) -> list[Tensor]:

@@ -30,14 +30,14 @@ class TrainingReport:
         groups: a summary of each group of runs.
         scaling: power law and compute multiplier of each series, where there is one.
         pictures: views with their panels.
-        not_drawn: a line for each view that the runs cannot feed, with what it needs.
+        not_drawn: what each view that the runs cannot feed needs, by its name.
         notes: sentences on which runs are left out or apart.
     """
 
     groups: list[GroupSummary]
     scaling: dict[str, Any]
     pictures: list[tuple[TrainingView, FigurePanels]]
-    not_drawn: list[str]
+    not_drawn: dict[str, str]
     notes: list[str]
 
 
@@ -63,13 +63,13 @@ def draw_views(runs: GroupedRuns, views: Sequence[TrainingView]) -> TrainingRepo
                 f"{run.folder} is left out: {group.label} has a run with the same seed, settings "
                 "and data already."
             )
-    report = TrainingReport(summarise_training(runs), scaling, [], [], notes)
+    report = TrainingReport(summarise_training(runs), scaling, [], {}, notes)
     for view in views:
         panels = view.draw_panels(runs)
         if panels:
             report.pictures.append((view, panels))
         else:
-            report.not_drawn.append(f"{view.name} is not drawn; it needs {view.needs}")
+            report.not_drawn[view.name] = view.needs
     return report
 
 
@@ -238,7 +238,7 @@ def _notes_html(models: InspectedModels, training: TrainingReport | None) -> str
         notes = training.notes + notes
     shown = render_notes(notes)
     if training is not None and training.not_drawn:
-        lines = render_notes(f"{line}." for line in training.not_drawn)
+        lines = render_notes(f"{name} needs {needs}." for name, needs in training.not_drawn.items())
         shown += f"<details><summary>Views that need other runs</summary>{lines}</details>\n"
     return shown
 

@@ -21,7 +21,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     """Scalars by name and site k, from one forward pass.
 
     stream/k    root mean square of what the sub-layer of site k reads, before its norm
-    gate/k      mean of the gate on the pending write, for methods that declare a `gate_field`
+    gate/k      mean of the field that the method declares as its `gate_field`
     gain/k      how much a change of y_k, the output of sub-layer k (0: the embedding), changes what
                 the output head reads, in a random direction and through the connections alone. 1
                 for every k in pre-norm; that of y_0 is the composite gain.

@@ -25,6 +25,10 @@ from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Settings
 
 SAME_RATE = "at the given lr"
+SPEED_NOTE = (
+    "Speeds are of the runs themselves, one after the other: what else runs on the machine changes "
+    "them."
+)
 # A warm-up of fewer steps can favour other connections over pre-norm (docs/evidence.md).
 _SHORT_WARMUP = 48
 
@@ -43,8 +47,6 @@ def report_notes(comparison: Comparison) -> list[str]:
         _environment_note(comparison),
         _fairness_note(comparison),
     ]
-    if not any(arm.connection == "prenorm" for arm in comparison.arms):
-        notes.append("No arm is prenorm, so there is nothing to compare with; add it to the arms.")
     rows = result_table(comparison)
     seeds = _most_seeds(rows)
     if seeds > 1:
@@ -53,6 +55,7 @@ def report_notes(comparison: Comparison) -> list[str]:
             f"Mean ± standard deviation over {seeds} seeds{fewer}. Differences are seed by seed, "
             "of the seeds that both arms have, with their 95 % interval."
         )
+    notes += _baseline_notes(comparison)
     notes += scope_notes(comparison)
     notes += _rate_notes(comparison)
     notes += run_notes(comparison)
@@ -60,6 +63,22 @@ def report_notes(comparison: Comparison) -> list[str]:
     if missing:
         notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
     return notes
+
+
+def table_notes(comparison: Comparison) -> list[str]:
+    """The notes below the table in a terminal, where the others are in the report."""
+    return [
+        SPEED_NOTE,
+        *_baseline_notes(comparison),
+        *run_notes(comparison),
+        *scope_notes(comparison),
+    ]
+
+
+def _baseline_notes(comparison: Comparison) -> list[str]:
+    if any(arm.connection == "prenorm" for arm in comparison.arms):
+        return []
+    return ["No arm is prenorm, so there is nothing to compare with; add it to the arms."]
 
 
 def _setup_note(comparison: Comparison) -> str:
@@ -122,8 +141,7 @@ def _fairness_note(comparison: Comparison) -> str:
         f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
         f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
         "and activations (what one forward pass stores for the backward pass) are ratios to "
-        f"prenorm's, with {operations}. Speeds are of the runs themselves, one after the other: "
-        "what else runs on the machine changes them."
+        f"prenorm's, with {operations}. {SPEED_NOTE}"
     )
 
 
@@ -257,6 +275,10 @@ def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
     return questions
 
 
+def _steps_text(count: float) -> str:
+    return "1 step" if count == 1 else f"{count:g} steps"
+
+
 def _most_seeds(rows: list[TableRow]) -> int:
     """The largest number of finished runs of an arm."""
     return max((row.seeds for row in rows), default=0)
@@ -287,7 +309,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
     warmup = min(warmup_steps(settings.optimization) for settings in of_arms)
     if warmup < _SHORT_WARMUP:
         open_questions.append(
-            f"whether a gain lasts with a longer warm-up than {warmup:g} steps (--warmup)"
+            f"whether a gain lasts with a longer warm-up than {_steps_text(warmup)} (--warmup)"
         )
     if _most_seeds(rows) == 1:
         open_questions.append(

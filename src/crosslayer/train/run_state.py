@@ -25,7 +25,7 @@ class StepResult:
         mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
         memory: the run's peak so far on a GPU, else the process's, in bytes.
         seconds: of training so far, without evaluation.
-        seconds_left: until the last step.
+        seconds_left: until the last step, by the mean time of the last steps, without evaluation.
         epoch: passes over the training data so far.
         evaluation: metrics of each validation set, if the step was followed by an evaluation.
     """

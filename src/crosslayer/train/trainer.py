@@ -301,7 +301,7 @@ class Trainer:
             mfu=model_flops_utilization(self.forward_flops * engine.accumulate, seconds),
             memory=peak_memory(),
             seconds=self.state.seconds,
-            seconds_left=seconds * (optimization.steps - step),
+            seconds_left=self._mean_duration() * (optimization.steps - step),
             epoch=self.examples.epochs(step, self.settings.data.batch),
         )
 
@@ -323,6 +323,10 @@ class Trainer:
             self.state.tokens_per_second = units / seconds
         self.state.seconds += duration
         return seconds
+
+    def _mean_duration(self) -> float:
+        """Of the last steps. On a machine with other work some take far longer than the median."""
+        return statistics.fmean(self._durations or self._first_durations)
 
     def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
         """Skip the batch of an unstable step.

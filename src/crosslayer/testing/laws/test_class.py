@@ -60,7 +60,7 @@ def test_the_gate_field_is_declared(name):
         return
     assert make.method.gate_field in coefficients, (
         f"the state has coefficients {coefficients}: gate_field must name the one that weights the "
-        "pending write, so that diagnostics log it"
+        "pending write, or else the stream that it joins, so that diagnostics log it"
     )
 
 
