@@ -289,7 +289,7 @@ class ReaddingGPT(GPT):
 
 
 def test_a_sum_between_layers_is_refused():
-    """Of layers in an `nn.ModuleDict`, which has no forward, and beside dropout in training mode."""
+    """Of layers in an `nn.ModuleDict`, which has no forward, and beside dropout in training."""
     model = ReaddingGPT()
     model.transformer["drop"] = nn.Dropout(0.1)
     with pytest.raises(ValueError, match=r"changes the stream after transformer\.h\.0 \(torch"):
