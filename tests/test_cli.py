@@ -2,12 +2,19 @@
 
 import io
 import logging
+from dataclasses import fields
 
 import pytest
 
 from crosslayer.cli import main as cli_main
-from crosslayer.cli.console import make_console, make_progress, silence_libraries
+from crosslayer.cli.console import (
+    ProgressBars,
+    make_console,
+    make_progress,
+    silence_libraries,
+)
 from crosslayer.cli.main import COMMANDS, main
+from crosslayer.train.run_state import StepResult
 
 
 def error_of(capsys, *arguments: str) -> str:
@@ -89,3 +96,20 @@ def test_a_progress_bar_shows_brackets_of_a_name():
     with make_progress(make_console(file=written, width=80)) as progress:
         progress.add_task("mudd [bold] 3")
     assert written.getvalue().strip() == "mudd [bold] 3"
+
+
+def test_a_log_file_has_a_line_for_each_evaluation():
+    written = io.StringIO()
+    with ProgressBars(make_console(file=written), "tokens") as bars:
+        for step in (1, 2, 3):
+            evaluation = {"held-out": {"loss": 2.35}} if step == 2 else None
+            bars.show_step("mudd", 3, step_result(step, evaluation))
+            expected = "mudd 2/3: loss 2.510, held-out loss 2.350, 2,900 tokens/s\n"
+            assert written.getvalue() == (expected if step > 1 else "")
+    assert bars.have_shown and written.getvalue() == expected
+
+
+def step_result(step, evaluation):
+    numbers = {field.name: 0.0 for field in fields(StepResult)}
+    given = {"step": step, "loss": 2.51, "tokens_per_second": 2900.0, "mfu": None}
+    return StepResult(**{**numbers, **given, "evaluation": evaluation})

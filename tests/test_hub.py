@@ -54,8 +54,9 @@ def test_a_name_that_leads_nowhere(load, source, message):
 def test_the_folder_of_a_training_run(load):
     with pytest.raises(ValueError, match=r"^finished holds .*; its model is finished/model$"):
         load("finished")
-    with pytest.raises(ValueError, match=r"^unfinished holds a training run"):
-        load("unfinished")
+    for source in ("unfinished", "unfinished/model"):
+        with pytest.raises(ValueError, match=r"^unfinished holds a training run"):
+            load(source)
     for step in ("step-999999", "step-1000000"):
         kept = Path("unfinished", "models", step)
         kept.mkdir(parents=True)

@@ -38,6 +38,8 @@ def check_model_source(source: str | Path, expected: str = "folder", **place: An
             name that is not in the cache while the Hub cannot be reached.
     """
     path = Path(source)
+    if path.name == TRAINED_MODEL_FOLDER and not path.exists():
+        _check_no_training_run(path.parent)  # It may write the model later.
     if path.is_dir():
         _check_no_training_run(path)
     elif path.exists():

@@ -741,7 +741,7 @@ def test_slow_embeddings_and_a_short_warmup_are_said(text_file, tmp_path, capsys
     printed = " ".join(capsys.readouterr().out.split())
     gain = "whether a gain lasts where the embeddings learn faster than other weights"
     assert (gain in printed) is slow
-    assert ("whether a gain lasts with a longer warm-up than 1 steps" in printed) is slow
+    assert ("whether a gain lasts with a longer warm-up than 1 step (" in printed) is slow
 
 
 def test_seeds_judged_at_different_steps(text_file, tmp_path):

@@ -62,7 +62,8 @@ def run(options: Any) -> int:
     for cost in costs:
         table.add_row(*_table_row(cost, gpu))
     print_table(table, console)
-    console.print(_legend(costs[0], gpu), soft_wrap=True)
+    batches = f"{options.batch} sequences of {options.context} tokens"
+    console.print(_legend(costs[0], gpu, batches), soft_wrap=True)
     return 0
 
 
@@ -90,14 +91,14 @@ def _format_rounded(value: float, form: str) -> str:
     return f"{value:{form}}"
 
 
-def _legend(cost: Any, gpu: Any) -> str:
+def _legend(cost: Any, gpu: Any, batches: str) -> str:
     flops_ms = 3e3 * cost.baseline.forward_flops / gpu.flops
     activations = cost.baseline.activation_bytes
     size = f"{activations / 2**20:,.1f} MiB"
     if activations >= 2**30:
         size = f"{activations / 2**30:,.1f} GiB"
     return (
-        f"One training step on one {gpu.name}: {gpu.bandwidth / 1e9:,.0f} GB/s, "
+        f"One training step of {batches} on one {gpu.name}: {gpu.bandwidth / 1e9:,.0f} GB/s, "
         f"{gpu.flops / 1e12:,.0f} bf16 TFLOP/s. At that peak the FLOPs of pre-norm take "
         f"{_format_rounded(flops_ms, ',.1f')} ms; the share beyond pre-norm is of that time. "
         "Activations: saved for the backward pass of a bfloat16 model, with the PyTorch "
