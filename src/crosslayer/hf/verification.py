@@ -92,7 +92,7 @@ def _find_runner(model: Any, backbone: Any, wiring: ModelWiring) -> tuple[Any, M
 
     nanoGPT's layers are in an `nn.ModuleDict`, which has no forward.
     """
-    path = next(path for path, module in model.named_modules() if module is backbone)
+    path = next((path for path, module in model.named_modules() if module is backbone), "")
     runner = backbone
     while path and original_class(runner).forward is nn.Module.forward:  # type: ignore[attr-defined]
         path, _, name = path.rpartition(".")

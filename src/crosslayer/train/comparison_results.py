@@ -73,8 +73,9 @@ class ComparisonResults:
         runs = content["runs"]
         diverged = content["diverged"]
         check_fields(cls, {**content, "runs": [], "diverged": []})
-        for name in _VERSIONS:
-            content["environment"][name]
+        missing = set(_VERSIONS) - content["environment"].keys()
+        if missing:
+            raise ValueError(f"the environment lacks {', '.join(sorted(missing))}")
         for arm in content["arms"].values():
             for key, kind in (("connection", str), ("options", dict), ("paper", dict)):
                 check_option_type(key, arm[key], kind)

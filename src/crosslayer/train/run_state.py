@@ -163,7 +163,7 @@ class RunResult:
 
 def check_sizes(result: dict[str, Any]) -> None:
     """Raise a ValueError for a size or a speed in a result that is not positive."""
-    for name in ("parameters", "activation_bytes", "tokens_per_second"):
+    for name in ("parameters", "tokens_per_second"):
         value = result.get(name, 1)  # older results have fewer
         if not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"{name} must be positive, got {value!r}")
