@@ -49,7 +49,7 @@ COST_COLUMNS = (
     *("arm", "training", "forward", "decoding", "loss at equal time"),
     "vs prenorm at equal time",
 )
-WITH_UNSCALED = "vs prenorm, unscaled embeddings"
+WITH_UNSCALED = "vs prenorm, embeddings × 1"
 WHEN_SMALL = "vs prenorm, smaller model, longer warm-up"
 CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", WHEN_SMALL, WITH_UNSCALED),
@@ -208,7 +208,7 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     # for each setting, the study that takes the place of each that claims name
     settings = {
         "embeddings × 50": {name: name for name in known},
-        "unscaled embeddings": {
+        "embeddings × 1": {
             name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
         },
         "smaller model, longer warm-up": {FIRST_STUDY: SMALL_STUDY, "moe": f"{SMALL_STUDY}-moe"},
@@ -321,7 +321,7 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
                 continue
             cells = arm_cells(study, arm.name)
             for column, each in columns.items():
-                cells[column] = _format_half_width(difference_to_baseline(each, arm.name))
+                cells[column] = _format_difference(difference_to_baseline(each, arm.name))
             rows.append(cells)
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows) if rows else ""
     return tables
@@ -341,10 +341,10 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
         values = (
             f"`{name}`",
             f"{mean_and_std(final).mean:.3f}",
-            _format_half_width(difference_to_baseline(study, name)),
-            _format_half_width(difference_to_baseline(unscaled, name)),
-            _format_half_width(difference_to_baseline(long_study, name)),
-            _format_half_width(difference_to_baseline(study, name, "equal time")),
+            _format_difference(difference_to_baseline(study, name)),
+            _format_difference(difference_to_baseline(unscaled, name)),
+            _format_difference(difference_to_baseline(long_study, name)),
+            _format_difference(difference_to_baseline(study, name, "equal time")),
             _without_interval(cells["training"]),
             _without_interval(cells["forward"]),
             _without_interval(cells["decoding"]),
@@ -355,6 +355,12 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
 
 def _without_interval(cell: str) -> str:
     return cell.partition(" ± ")[0]
+
+
+def _format_difference(interval: Interval | None) -> str:
+    """Like "**-0.58 ± 0.05**": bold where the interval excludes zero."""
+    text = _format_half_width(interval)
+    return f"**{text}**" if interval is not None and interval.sign else text
 
 
 def _format_half_width(interval: Interval | None, digits: int = 2) -> str:
@@ -388,11 +394,12 @@ def _describe_models(study: Study) -> str:
         f"embeddings are multiplied by {factor:g} ({embeddings}): they "
         f"start at a standard deviation of {factor * INITIAL_STD:g} and change {factor:g} times as "
         "fast. "
-        f"Unscaled embeddings start at Llama's own, {INITIAL_STD:g}. "
+        f"Embeddings × 1 are Llama's own, which start at {INITIAL_STD:g}. "
         "Each connection has its own best learning rate, found with seed 0 among rates a factor of "
         "2 apart. Loss in nats a token, the mean of three or five seeds. The columns between loss "
-        "and speed are differences to pre-norm with 95 % intervals. –: not run. At equal time: the "
-        "losses at the time when the fastest connection has finished. The learning rates of the "
-        "others are still falling then, which makes them look worse. "
+        "and speed are differences to pre-norm with 95 % intervals, bold where the interval "
+        "excludes zero. –: not run. At equal time: the losses at the time when the fastest "
+        "connection has finished. The learning rates of the others are still falling then, which "
+        "makes them look worse. "
         "Speeds are multiples of pre-norm's, on one CPU core in float32, without fused kernels."
     )

@@ -161,14 +161,18 @@ def test_tables_of_planted_results(planted):
     assert claim[4].startswith("agrees: -0.") and claim[5] == "not run yet"
     summary = pages.summary_sections(planted)["In short"]
     with_unscaled = table_row(summary, "`mudd`")[3]
-    assert float(with_unscaled.split()[0]) == pytest.approx(-0.2, abs=0.02)
+    assert float(with_unscaled.strip("*").split()[0]) == pytest.approx(-0.2, abs=0.02)
+    assert with_unscaled.startswith("**"), "the interval excludes zero"
     assert table_row(summary, "`hyper`")[3] == "–"
     value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     assert table_row(multipliers, "prenorm")[1].startswith("1.00 ×"), "two sizes fit any law"
     rows = connection_tables(planted, ["mudd", "highway"])
-    assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, unscaled embeddings"
-    assert table_row(rows["mudd"], "one-way MUDD")[2].startswith("-") and rows["highway"] == ""
+    assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, embeddings × 1"
+    assert (
+        table_row(rows["mudd"], "one-way MUDD")[2].startswith(("-", "**-"))
+        and rows["highway"] == ""
+    )
     figures = study_figures(planted["short"])
     assert all(b"</svg>" in figure.render() for figure in figures.values())
     data = dict(figures["differences"].data)
