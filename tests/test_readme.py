@@ -52,7 +52,8 @@ def blocks(language: str) -> list[str]:
 def shell_lines() -> list[str]:
     """The commands of README's shell blocks, without comments; a backslash joins two lines."""
     text = "".join(blocks("sh")).replace("\\\n", " ")
-    return [re.sub(r"\s+#.*", "", line) for line in text.splitlines() if line.strip()]
+    lines = [re.sub(r"(^|\s+)#.*", "", line) for line in text.splitlines()]
+    return [line for line in lines if line.strip()]
 
 
 COMMANDS = [line for line in shell_lines() if not line.startswith("pip")]
