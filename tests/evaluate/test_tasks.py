@@ -77,7 +77,7 @@ def test_a_template_that_does_not_fit_its_documents(include_path, tmp_path):
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
-        ([], {}, "cannot make its requests of faulty .StopIteration.; check the task's file"),
+        ([], {}, "of faulty .(StopIteration.; check the task's file|SchemaInferenceError)"),
         ([{**QUESTIONS[0], "label": 7}], {}, "cannot make its requests of faulty .IndexError"),
         (QUESTIONS, {"num_fewshot": 100}, "more of these than --num-fewshot"),
     ],
