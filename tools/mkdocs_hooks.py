@@ -151,11 +151,8 @@ def connections_table() -> str:
 
 def own_connections() -> list[str]:
     """Without those of other packages that are installed here."""
-    return [name for name in crosslayer.available() if is_own(crosslayer.make(name).method)]
-
-
-def is_own(method: type) -> bool:
-    return method.__module__.startswith("crosslayer.")
+    methods = {name: crosslayer.make(name).method for name in crosslayer.available()}
+    return [name for name, own in methods.items() if own.__module__.startswith("crosslayer.")]
 
 
 def module_docstring(name: str) -> str:

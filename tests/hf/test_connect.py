@@ -425,6 +425,19 @@ def test_a_part_of_another_connected_model_is_left_as_it_is(part):
     assert torch.equal(first(ids()).logits, before)
 
 
+def test_an_epsilon_beside_small_embeddings():
+    """The numbers of docs/concepts.md."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    config = transformers.LlamaConfig(vocab_size=512, num_attention_heads=4, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(512, (2, 64))
+    expected = plain(tokens).logits
+    for spec, most in [("attnres", 1e-2), *((name, 4e-4) for name in ("hyper", "mhc", "altup"))]:
+        logits = crosslayer.connect(copy.deepcopy(plain), spec)(tokens).logits
+        assert 0 < (logits - expected).std() / expected.std() < most
+
+
 def test_a_spec_object_connects_like_its_string():
     spec = crosslayer.make("mudd", dilation=2)
     model = crosslayer.connect(llama(), spec)

@@ -76,7 +76,8 @@ class ProgressBars:
             TextColumn("{task.fields[speed]:,.0f} " + f"{unit}/s"),
             TextColumn("{task.fields[usage]}"),
             TimeRemainingColumn(),
-            disable=not is_rank_zero() or not _can_redraw(console),
+            # Elsewhere no line can be drawn again.
+            disable=not (is_rank_zero() and (console.is_terminal or console.is_jupyter)),
         )
         self._console = console
         self._unit = unit
@@ -113,13 +114,8 @@ class ProgressBars:
             speed=result.tokens_per_second,
             usage=usage,
         )
-        if result.evaluation and is_rank_zero() and not _can_redraw(self._console):
+        if result.evaluation and self._progress.disable and is_rank_zero():
             self._console.print(_evaluation_line(name, steps, result, self._unit), soft_wrap=True)
-
-
-def _can_redraw(console: Any) -> bool:
-    """Whether a line may be drawn again: in a terminal and a notebook, and in no file."""
-    return bool(console.is_terminal or console.is_jupyter)
 
 
 def _evaluation_line(name: str, steps: int, result: "StepResult", unit: str) -> str:

@@ -55,7 +55,8 @@ def evaluate_tasks(
 
     Raises:
         ValueError: the model sees tokens that it is scored by, a task is unknown, its data cannot
-            be loaded, a template does not fit them, or an answer is longer than the context.
+            be loaded, a template or a task's file does not fit them, or an answer is longer than
+            the context.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

@@ -94,12 +94,17 @@ def _find_runner(model: Any, backbone: Any, wiring: ModelWiring) -> tuple[Any, M
     """
     path = next((path for path, module in model.named_modules() if module is backbone), "")
     runner = backbone
-    while path and original_class(runner).forward is nn.Module.forward:  # type: ignore[attr-defined]
+    while path and not _has_forward(runner):
         path, _, name = path.rpartition(".")
         runner = model.get_submodule(path)
         final = None if wiring.final is None else f"{name}.{wiring.final}"
         wiring = wiring._replace(layers=f"{name}.{wiring.layers}", final=final)
     return runner, wiring
+
+
+def _has_forward(module: nn.Module) -> bool:
+    host: Any = original_class(module)
+    return host.forward is not nn.Module.forward
 
 
 class _Functions:

@@ -2,13 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
 
 from ..hf.config import make_config
 from ..number_texts import format_loss
 from ..spec import make
+from .arm_options import arms_alike, describe_options, differing_options, option_values, range_text
 from .compare import Comparison
 from .comparison_results import DIGEST_KEY, TORCH_OPERATIONS, DivergedRun
 from .method_code import code_digest
@@ -25,7 +24,7 @@ from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Settings
 
 SAME_RATE = "at the given lr"
-SPEED_NOTE = (
+_SPEED_NOTE = (
     "Speeds are of the runs themselves, one after the other: what else runs on the machine changes "
     "them."
 )
@@ -68,7 +67,7 @@ def report_notes(comparison: Comparison) -> list[str]:
 def table_notes(comparison: Comparison) -> list[str]:
     """The notes below the table in a terminal, where the others are in the report."""
     return [
-        SPEED_NOTE,
+        _SPEED_NOTE,
         *_baseline_notes(comparison),
         *run_notes(comparison),
         *scope_notes(comparison),
@@ -83,7 +82,7 @@ def _baseline_notes(comparison: Comparison) -> list[str]:
 
 def _setup_note(comparison: Comparison) -> str:
     """Backbones, steps, optimizer and precision."""
-    options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
+    options = {name: range_text(values) for name, values in option_values(comparison).items()}
     optimizer = f"{options['optimizer'].replace('adamw', 'AdamW')} at {options['lr']}"
     optimizer = optimizer.replace("muon", f"Muon at {options['muon_lr']} and AdamW")
     backbones = []
@@ -117,7 +116,7 @@ def _data_note(comparison: Comparison) -> str:
             f"; the frequencies of single {_sequence_unit(comparison)} give "
             f"{results.entropy:.3f} bits per byte"
         )
-    owner = f" of {first.name}" if _DATA_OPTIONS & _differing_options(comparison).keys() else ""
+    owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
     return (
         f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
         f"{_passes_text(comparison, first)}."
@@ -134,14 +133,14 @@ def _environment_note(comparison: Comparison) -> str:
 
 def _fairness_note(comparison: Comparison) -> str:
     """What the arms share, and what their differences and ratios are to."""
-    differing = _differing_options(comparison)
+    differing = differing_options(comparison)
     operations = comparison.results.environment.get("operations", TORCH_OPERATIONS)
     return (
-        f"{_arms_alike(differing, _BATCH_OPTIONS)} see the same batches in the same order. "
-        f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
+        f"{arms_alike(differing, _BATCH_OPTIONS)} see the same batches in the same order. "
+        f"{arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
         f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
         "and activations (what one forward pass stores for the backward pass) are ratios to "
-        f"prenorm's, with {operations}. {SPEED_NOTE}"
+        f"prenorm's, with {operations}. {_SPEED_NOTE}"
     )
 
 
@@ -252,7 +251,7 @@ def _rate_notes(comparison: Comparison) -> list[str]:
 def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
     """What a comparison leaves open about learning rates. of_arms: the settings of its arms."""
     if not comparison.search_rates:
-        rates = _range_text(settings.optimization.lr for settings in of_arms)
+        rates = range_text(settings.optimization.lr for settings in of_arms)
         return [f"each arm at its best learning rate instead of {rates} (--search-rates true)"]
     at_limit: dict[float, list[str]] = {}
     searching = []
@@ -298,7 +297,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
         amounts = [amount * length for amount, length in zip(amounts, contexts, strict=True)]
         unit = _sequence_unit(comparison)
     backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
-    size = f"{_range_text(amounts)} {unit} and {_range_text(backbones)} parameters"
+    size = f"{range_text(amounts)} {unit} and {range_text(backbones)} parameters"
     open_questions = [f"whether a difference lasts beyond {size}"]
     open_questions += _open_rates(comparison, of_arms)
     if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
@@ -317,67 +316,15 @@ def scope_notes(comparison: Comparison) -> list[str]:
         )
     scope = "This comparison can show an effect that is large from the start. Not tested: "
     notes = [f"{scope}{'; '.join(open_questions)}."]
-    differing = _differing_options(comparison)
+    differing = differing_options(comparison)
     if differing:
-        notes.append(f"The arms differ in options too: {_describe_options(differing)}.")
+        notes.append(f"The arms differ in options too: {describe_options(differing)}.")
     rates_text = "one learning rate for all"
     if comparison.search_rates:
         rates_text = "each arm at its best rate of those tried"
     elif _RATE_OPTIONS & differing.keys():
         rates_text = "each arm at its given rate"
     return notes + _interval_notes(rows, rates_text)
-
-
-def _differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
-    """The options in which the arms differ, with the names of the arms that have each value.
-
-    Options that change losses by rounding alone are left out.
-    """
-    differing = {}
-    for name, values in _option_values(comparison).items():
-        arms_by_value: dict[str, list[str]] = {}
-        for arm, value in zip(comparison.arms, values, strict=True):
-            arms_by_value.setdefault(_value_text(value), []).append(arm.name)
-        if len(arms_by_value) > 1:
-            differing[name] = arms_by_value
-    return differing
-
-
-def _option_values(comparison: Comparison) -> dict[str, list[Any]]:
-    """The value of each arm, by the name of the option; None where an arm has no such option."""
-    rows = [comparison.recipe.settings(arm).identity() for arm in comparison.arms]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _range_text(values: Iterable[Any]) -> str:
-    """Values in words: the smallest and the largest number, or every text."""
-    texts = {_value_text(value): value for value in values if value is not None}
-    if len(texts) > 1 and all(isinstance(value, int | float) for value in texts.values()):
-        low, *_, high = sorted(texts, key=texts.__getitem__)
-        return f"{low} to {high}"
-    return " or ".join(texts)
-
-
-def _describe_options(differing: dict[str, dict[str, list[str]]]) -> str:
-    """Like "layers 2 (prenorm, mudd), 4 (deep); lr 0.006 (prenorm, deep), 0.001 (mudd)"."""
-    options = []
-    for name, arms_by_value in differing.items():
-        values = [f"{value} ({', '.join(arms)})" for value, arms in arms_by_value.items()]
-        options.append(f"{name} {', '.join(values)}")
-    return "; ".join(options)
-
-
-def _arms_alike(differing: dict[str, dict[str, list[str]]], names: set[str]) -> str:
-    """The arms that differ in none of the options of these names, in words."""
-    found = [name for name in differing if name in names]
-    return f"Arms with the same {' and '.join(found)}" if found else "All arms"
 
 
 def _has_slow_embeddings(settings: Settings) -> bool:
@@ -408,11 +355,11 @@ def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
 
 
 def _sequence_unit(comparison: Comparison) -> str:
-    tokenizers = _option_values(comparison)["tokenizer"]
+    tokenizers = option_values(comparison)["tokenizer"]
     return "bytes" if set(tokenizers) == {"bytes"} else "tokens"
 
 
 def loss_unit_of(comparison: Comparison) -> str:
     """The unit of the losses, in words."""
     recipe = comparison.recipe
-    return _range_text(recipe.task.loss_unit(recipe.settings(arm).data) for arm in comparison.arms)
+    return range_text(recipe.task.loss_unit(recipe.settings(arm).data) for arm in comparison.arms)
