@@ -8,6 +8,7 @@ import pytest
 
 from crosslayer.cli import main as cli_main
 from crosslayer.cli.console import (
+    InspectionBar,
     ProgressBars,
     make_console,
     make_progress,
@@ -107,6 +108,16 @@ def test_a_log_file_has_a_line_for_each_evaluation():
             expected = "mudd 2/3: loss 2.510, held-out loss 2.350, 2,900 tokens/s\n"
             assert written.getvalue() == (expected if step > 1 else "")
     assert bars.have_shown and written.getvalue() == expected
+
+
+def test_a_log_file_has_a_line_for_each_analysis():
+    written = io.StringIO()
+    with InspectionBar(make_console(file=written)) as bar:
+        for done in range(3):
+            bar.show_step("mudd", "lens", done, 2)
+        bar.show_step("mudd", "ablation", 0, 2)
+        assert written.getvalue() == "mudd: lens\nmudd: ablation\n"
+    assert written.getvalue() == "mudd: lens\nmudd: ablation\n"
 
 
 def step_result(step, evaluation):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from crosslayer.cli import data as data_command
 from crosslayer.cli.main import main
 from crosslayer.data import prepared
 
@@ -27,6 +28,14 @@ def test_prepare_and_show(stories, tmp_path, capsys):
         "other begins with '0: the fox",
     ):
         assert word in shown
+
+
+def test_a_log_file_has_lines_of_progress(stories, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(data_command, "_LINE_SECONDS", -1)  # a line for each document
+    arguments = ["data", "prepare", stories, "--tokenizer", "bytes"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "train: 1 documents, 0.0 MB so far\ntrain: 2 documents, 0.0 MB so far\n" in printed
 
 
 @pytest.mark.parametrize(

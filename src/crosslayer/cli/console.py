@@ -35,6 +35,11 @@ def make_console(**options: Any) -> Any:
     return Console(markup=False, emoji=False, **options)
 
 
+def can_redraw(console: Any) -> bool:
+    """Whether a line that was printed can be drawn again: not so in a log file."""
+    return bool(console.is_terminal or console.is_jupyter)
+
+
 def make_progress(console: Any, *columns: Any, **options: Any) -> Any:
     """Progress bars of rich that begin with the names of their tasks, shown literally.
 
@@ -76,8 +81,7 @@ class ProgressBars:
             TextColumn("{task.fields[speed]:,.0f} " + f"{unit}/s"),
             TextColumn("{task.fields[usage]}"),
             TimeRemainingColumn(),
-            # Elsewhere no line can be drawn again.
-            disable=not (is_rank_zero() and (console.is_terminal or console.is_jupyter)),
+            disable=not (is_rank_zero() and can_redraw(console)),
         )
         self._console = console
         self._unit = unit
@@ -128,7 +132,7 @@ def _evaluation_line(name: str, steps: int, result: "StepResult", unit: str) -> 
 
 
 class InspectionBar:
-    """A progress bar of analyses: one line, for the step that runs.
+    """The progress of analyses: a bar for the step that runs, or in a log file a line for each.
 
     Args:
         console: of `make_console`.
@@ -151,7 +155,9 @@ class InspectionBar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             transient=True,
+            disable=not can_redraw(console),
         )
+        self._console = console
         self._task: Any = None
 
     def __enter__(self) -> "InspectionBar":
@@ -159,7 +165,9 @@ class InspectionBar:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._progress.stop()
+        # rich 14 and earlier end bars that are disabled with an empty line too
+        if not self._progress.disable:
+            self._progress.stop()
 
     def show_step(self, name: str, step: str, done: int, total: int) -> None:
         """Show that a step of the model called `name` has done so many of its batches."""
@@ -169,6 +177,8 @@ class InspectionBar:
         elif done == 0:
             self._progress.reset(self._task, total=total)
         self._progress.update(self._task, description=description, completed=done, total=total)
+        if done == 0 and self._progress.disable:
+            self._console.print(description, soft_wrap=True)
 
 
 def make_table(title: str, columns: Sequence[str]) -> Any:

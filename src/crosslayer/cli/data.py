@@ -1,16 +1,25 @@
 """`crosslayer data`: tokenise a corpus once into a folder that training maps into memory."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .console import make_console, make_progress, make_table, print_table, silence_libraries
+from .console import (
+    can_redraw,
+    make_console,
+    make_progress,
+    make_table,
+    print_table,
+    silence_libraries,
+)
 from .options import make_parser
 
 if TYPE_CHECKING:
     from ..data.token_streams import ProgressCallback, StreamCounts
 
 _SHOWN_IDS = 20  # of each set, as text: a wrong tokenizer shows
+_LINE_SECONDS = 60  # between two lines of progress in a log file
 COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
 
 
@@ -67,7 +76,7 @@ def _prepare(options: Any) -> None:
 
 @contextmanager
 def _progress_lines() -> Iterator["ProgressCallback"]:
-    """A line for each set: documents and bytes so far."""
+    """A line for each set: documents and bytes so far. In a log file a new one every minute."""
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -76,15 +85,22 @@ def _progress_lines() -> Iterator["ProgressCallback"]:
         TextColumn("{task.fields[megabytes]:,.1f} MB"),
         TimeElapsedColumn(),
     )
-    with make_progress(make_console(), *columns) as progress:
+    console = make_console()
+    last_line = time.monotonic()
+    with make_progress(console, *columns) as progress:
         # the first line is there while the source is opened and a BPE is trained
         tasks = {"train": progress.add_task("train", total=None, documents=0, megabytes=0.0)}
 
         def show_progress(name: str, counts: "StreamCounts") -> None:
+            nonlocal last_line
             if name not in tasks:
                 tasks[name] = progress.add_task(name, total=None, documents=0, megabytes=0.0)
             megabytes = counts.text_bytes / 1e6
             progress.update(tasks[name], documents=counts.documents, megabytes=megabytes)
+            if not can_redraw(console) and time.monotonic() - last_line > _LINE_SECONDS:
+                last_line = time.monotonic()
+                line = f"{name}: {counts.documents:,} documents, {megabytes:,.1f} MB so far"
+                console.print(line, soft_wrap=True)
 
         yield show_progress
 
