@@ -1,6 +1,5 @@
 """`crosslayer cost`: what connections cost in a model, before training."""
 
-import inspect
 from typing import Any
 
 from ..validation import check_choice
@@ -22,13 +21,26 @@ COLUMNS = (
 
 def parser() -> Any:
     from ..cost import GPUS
-    from ..hf.config import make_config
 
     command = make_parser(
         "Estimate what connections cost before training: parameters, FLOPs, activation memory, and "
         "the least time that their memory traffic takes."
     )
-    command.add_function_arguments(make_config, None, skip={"overrides"})
+    command.add_argument(
+        "--family",
+        type=str,
+        default="llama",
+        help="a model type whose layers `connect` recognises, like llama, qwen3 or gpt_neox",
+    )
+    command.add_argument("--layers", type=int, default=24, help="number of layers")
+    command.add_argument("--dim", type=int, default=2048, help="width of the stream")
+    command.add_argument("--heads", type=int, default=16, help="number of attention heads")
+    command.add_argument(
+        "--vocab",
+        type=int,
+        default=32000,
+        help="size of the vocabulary; embedding and head are not tied",
+    )
     command.add_argument(
         "--model-config",
         type=dict[str, Any],
@@ -54,8 +66,14 @@ def run(options: Any) -> int:
 
     gpu = check_choice("gpu", options.gpu, GPUS)
     specs = parse_specs("--arms", options.arms)
-    sizes = [name for name in inspect.signature(make_config).parameters if name in options]
-    config = make_config(**{name: options[name] for name in sizes}, overrides=options.model_config)
+    config = make_config(
+        options.family,
+        options.layers,
+        options.dim,
+        options.heads,
+        options.vocab,
+        options.model_config,
+    )
     costs = estimate_costs(specs, config, options.batch, options.context)
     console = make_console()
     table = make_table("crosslayer cost", COLUMNS)
