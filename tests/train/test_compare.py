@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -644,6 +644,27 @@ def test_the_setup_names_the_rate_of_each_optimizer_and_the_tokens_of_the_entrop
     setup, data, *_ = report_notes(comparison)
     assert "Muon at 0.02 and AdamW at 0.006, precision" in setup
     assert "the frequencies of single tokens give" in data
+
+
+def test_the_report_names_other_rates_of_connections_and_embeddings(text_file, tmp_path):
+    shared = {**TINY, "data": text_file, "lr": 6e-3}
+    slow = {"name": "slow", "connection": "mudd", "connection_lr_scale": 0.1}
+    question = "the connections' own parameters at a lower learning rate than the others"
+    for arms, options, rates, is_open in (
+        (["prenorm"], {}, "AdamW at 0.006, precision", False),
+        (["prenorm", "mudd"], {}, "AdamW at 0.006, precision", True),
+        (["mudd", slow], {}, ", the connections' parameters at 0.1 to 1 times this rate,", False),
+        (["mudd"], {"embedding_lr_scale": 50.0}, ", embeddings at 50 times this rate,", True),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        comparison = prepare_comparison(recipe({**shared, **options}, *arms), 1, folder)
+        for arm in comparison.arms:
+            run = run_with_loss(arm, 0, 2.0)
+            run = replace(run, extra_parameters=int(arm.connection != "prenorm"))
+            comparison.results.runs.append(run)
+        notes = report_notes(comparison)
+        assert rates in notes[0]
+        assert (question in " ".join(notes)) == is_open
 
 
 def test_activations_of_other_batches_have_no_ratio(tiny, tmp_path):

@@ -35,7 +35,12 @@ _SHORT_WARMUP = 48
 _DATA_OPTIONS = {"data", "valid", "tokenizer", "context", "task_options", "model_config"}
 _BATCH_OPTIONS = {"steps", *(field.name for field in fields(DataSettings))} - CHANGEABLE_OPTIONS
 _WEIGHT_OPTIONS = {"precision", *_DATA_OPTIONS, *(field.name for field in fields(ModelSettings))}
-_RATE_OPTIONS = {*RATES, "optimizer", "connection_lr_scale", "embedding_lr_scale"}
+# Multiples of the learning rate, and the parameters that have them.
+_RATE_SCALES = {
+    "connection_lr_scale": "the connections' parameters",
+    "embedding_lr_scale": "embeddings",
+}
+_RATE_OPTIONS = {*RATES, *_RATE_SCALES, "optimizer"}
 
 
 def report_notes(comparison: Comparison) -> list[str]:
@@ -85,6 +90,9 @@ def _setup_note(comparison: Comparison) -> str:
     options = {name: range_text(values) for name, values in option_values(comparison).items()}
     optimizer = f"{options['optimizer'].replace('adamw', 'AdamW')} at {options['lr']}"
     optimizer = optimizer.replace("muon", f"Muon at {options['muon_lr']} and AdamW")
+    for name, parameters in _RATE_SCALES.items():
+        if options[name] != "1":
+            optimizer += f", {parameters} at {options[name]} times this rate"
     backbones = []
     if "family" in options:
         backbones.append(
@@ -300,6 +308,12 @@ def scope_notes(comparison: Comparison) -> list[str]:
     size = f"{range_text(amounts)} {unit} and {range_text(backbones)} parameters"
     open_questions = [f"whether a difference lasts beyond {size}"]
     open_questions += _open_rates(comparison, of_arms)
+    scales = {settings.optimization.connection_lr_scale for settings in of_arms}
+    if scales == {1} and any(row.extra for row in rows):
+        open_questions.append(
+            "the connections' own parameters at a lower learning rate than the others "
+            "(--connection-lr-scale 0.1)"
+        )
     if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
         open_questions.append(
             "whether a gain lasts where the embeddings learn faster than other weights "
