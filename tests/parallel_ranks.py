@@ -140,7 +140,13 @@ def tensor_parallel(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, 
                     value, mesh, parameter.placements
                 )
             parameter.copy_(value)
-    return train(model, tokens()), expected
+    found = train(model, tokens())
+    before = {name: gradient.clone() for name, gradient in found.items()}
+    total = functions_of_page()["clip_gradients"](model, max_norm=1e-3)
+    assert total > 1e-3
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, before[name] * (1e-3 / total))
+    return before, expected
 
 
 def sequence_parallel(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:

@@ -74,6 +74,24 @@ def test_a_wrong_option_or_command(line, message, capsys):
     assert error_of(capsys, *line.split()) == f"crosslayer: {message}\n"
 
 
+@pytest.mark.parametrize("line", ["eval m", "data show m", "inspect m", "convert m o", "cost"])
+def test_several_processes_of_a_command_for_one(line, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    name = line.partition(" ")[0]
+    expected = f"{name} runs in one process; start it without torchrun (WORLD_SIZE is 2)"
+    assert error_of(capsys, *line.split()) == f"crosslayer, rank 1: {expected}\n"
+
+
+def test_an_error_of_another_rank(capsys, monkeypatch):
+    def lose_a_rank(_):
+        raise RuntimeError("[pair.cc:538] Connection closed by peer [127.0.0.1]:48642")
+
+    monkeypatch.setattr(cli_main, "_run_command", lose_a_rank)
+    message = "crosslayer: another rank has ended; see what it printed\n"
+    assert error_of(capsys, "train") == message
+
+
 def test_a_missing_recipe(tmp_path, capsys):
     (tmp_path / "wikitext.yaml").write_text("arms: [prenorm]")
     path = tmp_path / "wikitex.yaml"

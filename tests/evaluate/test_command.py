@@ -33,13 +33,6 @@ def run_command(capsys, *arguments: object) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_several_processes_are_refused(folder, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, error = run_command(capsys, folder / "model", "--text", folder / "text.txt")
-    assert code == 1
-    assert "eval runs in one process; start it without torchrun" in error
-
-
 def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     text, spans = folder / "text.txt", folder / "spans.jsonl"
     arguments = [folder / "model", "--tasks", "local_choice", "--include-path", include_path]

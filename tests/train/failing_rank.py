@@ -1,8 +1,9 @@
-"""Saving with an error planted on one of two ranks: TEXT FOLDER -> FOLDER/RANK.json.
+"""Runs with an error on one of two ranks: TEXT FOLDER -> FOLDER/RANK.json.
 
 RANK.json has the error that each rank got.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ def error_of(function, *arguments):
     """The error of a call, in words."""
     try:
         function(*arguments)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return ""
 
@@ -45,6 +46,10 @@ def main(text: str, folder: Path) -> None:
         run = (settings, arm, 0, examples, LANGUAGE_TASK, folder / name)
         errors[name] = error_of(train_arm, *run)
         setattr(checkpoint, name, right)
+    (folder / "log" / "metrics.jsonl").mkdir(parents=True, exist_ok=True)
+    errors["log"] = error_of(train_arm, settings, arm, 0, examples, LANGUAGE_TASK, folder / "log")
+    other = dataclasses.replace(examples, digest="ab"[rank])
+    errors["data"] = error_of(train_arm, settings, arm, 0, other, LANGUAGE_TASK)
     trainer = train_arm(settings, arm, 0, examples, LANGUAGE_TASK)
     if rank == 0:
         trainer.model.save_pretrained = planted

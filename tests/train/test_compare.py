@@ -455,7 +455,7 @@ def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):
     ("option", "message"),
     [
         ("betas: [0.9, 1.5]", "the arm 'b': Invalid beta parameter at index 1: 1.5"),
-        ("accumulate: 3", "the arm 'b': batch must be a multiple of accumulate, got 2 for 3"),
+        ("accumulate: 3", "'b': batch must be a multiple of ranks × accumulate, got 2 for 1 × 3"),
         ("ema: 0.9, precision: bf16-true", "the arm 'b': ema needs float32 weights"),
     ],
 )
@@ -464,6 +464,16 @@ def test_an_arm_that_cannot_be_trained_says_so_first(text_file, tmp_path, capsys
     recipe.write_text(f"arms: [prenorm, {{name: b, connection: mudd, {option}}}]")
     assert main(["compare", str(recipe), *options(text_file)[1:], "--out", str(out)]) == 1
     assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_an_arm_whose_batch_the_ranks_cannot_share_says_so_first(text_file, tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    arms = ["prenorm", {"name": "b", "connection": "mudd", "accumulate": 2}]
+    with pytest.raises(ValueError, match=r"'b': batch must be .* × accumulate, got 2 for 2 × 2"):
+        prepare_comparison(recipe({**TINY, "data": text_file}, *arms), 1, tmp_path / "out")
 
 
 def test_what_an_arm_may_change_later(text_file, tmp_path):

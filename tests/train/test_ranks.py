@@ -16,11 +16,13 @@ from crosslayer.files import lock_folder
 from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # what both strategies run
 BOTH = (
     ("mudd", {"accumulate": 2, "recompute": "layers"}),
     ("mgr", {"optimizer": "muon", "delay": 5}),
     ("hyper", {"precision": "bf16-mixed"}),
+    ("mudd", {"family": "bert", "model_config": NO_DROPOUT}),  # has a parameter without a gradient
 )
 # a method of each other kind of state (the law on FSDP2 has every method), and what FSDP's own
 # gathering of weights could change
@@ -100,6 +102,10 @@ def test_an_error_of_one_rank_is_one_of_both(text, tmp_path):
         assert of_rank["atomic_replace"].endswith(unwritten)
         assert of_rank["_crc32"].endswith(unwritten)
         assert of_rank["model"] == "planted"
+        assert of_rank["log"] == f"{tmp_path / 'log' / 'metrics.jsonl'}: not a file"
+        assert of_rank["data"] == (
+            "rank 1 has data sha256 = 'b', and rank 0 'a'; all ranks need the same data and options"
+        )
     assert not list(tmp_path.rglob("step-*"))
 
 

@@ -110,8 +110,6 @@ def _check_options(options: Any, results_file: Path | None) -> None:
     """Raise a ValueError for options that cannot be used, or used together."""
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("eval runs in one process; start it without torchrun")
     if options.windows is not None:
         check_positive(windows=options.windows)
         if not options.text:

@@ -14,8 +14,10 @@ from typing import Any, get_origin
 from .. import __version__, cli
 from ..errors import error_in_one_line, is_out_of_memory
 from ..validation import describe_wrong_value, did_you_mean
+from .console import is_rank_zero
 
 _HELPERS = ("main", "console", "options")
+_COMMANDS_OF_RANKS = ("train", "compare")  # which torchrun may start
 _MESSAGE_LENGTH = 1000
 # How to write an option of several values, by its type.
 _SYNTAX_HINTS = {dict: "; write {}.NAME=VALUE", list: "; write {}+=VALUE for each"}
@@ -49,11 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ArgumentError) as error:
         message = _machine_limit(error) or error_in_one_line(error) + _place_in_method(error)
     except Exception as error:
-        limit = _machine_limit(error)
+        limit = _machine_limit(error) or _lost_rank(error)
         if limit is None:
             raise  # an error of ours, which deserves its traceback
         message = limit
-    print(f"crosslayer: {_shorten(message)}", file=sys.stderr)
+    name = "crosslayer" if is_rank_zero() else f"crosslayer, rank {os.environ['RANK']}"
+    print(f"{name}: {_shorten(message)}", file=sys.stderr)
     return 1
 
 
@@ -98,6 +101,24 @@ def _machine_limit(error: Exception) -> str | None:
     return None
 
 
+def _lost_rank(error: Exception) -> str | None:
+    """What to say where another rank ended while this one waited for it; None for other errors."""
+    import torch.distributed
+
+    if isinstance(error, torch.distributed.DistError) or "closed by peer" in str(error):
+        return "another rank has ended; see what it printed"
+    return None
+
+
+def _check_processes(command: str) -> None:
+    """Raise a ValueError where torchrun started several processes of a command that uses one."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if command not in _COMMANDS_OF_RANKS and processes not in ("", "0", "1"):
+        raise ValueError(
+            f"{command} runs in one process; start it without torchrun (WORLD_SIZE is {processes})"
+        )
+
+
 def _run_command(arguments: Sequence[str]) -> int:
     from jsonargparse import ArgumentParser
 
@@ -134,6 +155,7 @@ def _run_command(arguments: Sequence[str]) -> int:
         raise ValueError("a number among the options is larger than any float") from None
     if any(name.endswith(".out") and value == "" for name, value in options.items()):
         raise ValueError("--out is empty; give it the path of a folder, or leave it out")
+    _check_processes(options.command)
     return modules[options.command].run(options[options.command])
 
 

@@ -157,7 +157,7 @@ class ConnectAtStep(Callback):
 
     Raises:
         ValueError: the connection is unknown; or, before the first step, the run has no such step
-            or a compiled model.
+            or a compiled or sharded model.
     """
 
     def __init__(self, step: int, spec: str):
@@ -171,8 +171,11 @@ class ConnectAtStep(Callback):
             raise ValueError(
                 f"the connection can change after a step from 1 to {steps}, got {self.step}"
             )
-        if trainer.settings.engine.compile != "none":
+        engine = trainer.settings.engine
+        if engine.compile != "none":
             raise ValueError("a compiled model cannot change its connection; set compile to none")
+        if engine.strategy == "fsdp" and trainer.fabric.world_size > 1:
+            raise ValueError("a sharded model cannot change its connection; set strategy to ddp")
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step != self.step:

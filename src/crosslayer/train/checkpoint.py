@@ -167,10 +167,12 @@ class Checkpoints:
         state = self._read_index(path)
         state_dict = _state_dict(model, optimizers)
         try:
+            reader = CheckpointReader(path)
+            unsaved = _pop_unsaved_states(state_dict["optimizer"], reader)
             with _quiet_dcp():
                 dcp.load(
                     state_dict,
-                    storage_reader=CheckpointReader(path),
+                    storage_reader=reader,
                     planner=CheckpointPlanner(),
                     no_dist=self.fabric.world_size == 1,
                 )
@@ -181,12 +183,17 @@ class Checkpoints:
             raise ValueError(
                 f"{path}: cannot be read ({_describe_cause(error)}){self._remedy(path)}"
             ) from None
+        state_dict["optimizer"]["state"] |= unsaved  # torch wants one for every parameter
         set_state_dict(
             model,
             optimizers,
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizer"],
         )
+        parameters = dict(model.named_parameters())
+        for optimizer in optimizers:
+            for name in unsaved:
+                optimizer.state.pop(parameters[name], None)
         if len(state.skipped) == state.step:
             _clear_states(optimizers)  # no step was accepted yet
         return state
@@ -304,6 +311,25 @@ def _state_dict(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
     # torch fills an empty state by a step with gradients of zero, which AdamW would count
     _clear_states(without_step)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _pop_unsaved_states(
+    optimizer_state: dict[str, Any], reader: CheckpointReader
+) -> dict[str, Any]:
+    """Take out of a state dict the states that a checkpoint lacks; they are returned by name.
+
+    A parameter without a gradient, like those of an indexer whose output selects and is not
+    differentiated, has no state when the run is saved. torch makes one of zeros for every
+    parameter when it is loaded.
+    """
+    saved = reader.read_metadata().state_dict_metadata
+    states = optimizer_state["state"]
+    unsaved = [
+        name
+        for name in states
+        if not any(f"optimizer.state.{name}.{key}" in saved for key in states[name])
+    ]
+    return {name: states.pop(name) for name in unsaved}
 
 
 def _clear_states(optimizers: list[torch.optim.Optimizer]) -> None:

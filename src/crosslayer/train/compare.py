@@ -39,7 +39,7 @@ from .comparison_results import (
 from .method_code import code_digest
 from .metrics_log import check_loggers
 from .optimizers import build_optimizers
-from .parallel import apply_recomputation, launch_fabric
+from .parallel import apply_recomputation, launch_fabric, launched_ranks
 from .rate_search import best_factor, names_at_rates, next_factor, scale_rates
 from .recipe import Arm, Recipe
 from .run import train_arm
@@ -240,11 +240,7 @@ def _check_model(recipe: Recipe, arm: Arm, num_classes: int) -> None:
     """Raise a ValueError where an arm's model cannot be built, or not be trained as asked."""
     settings = recipe.settings(arm)
     with _named_in_errors(recipe, arm):
-        if settings.data.batch % settings.engine.accumulate:
-            raise ValueError(
-                f"batch must be a multiple of accumulate, got {settings.data.batch} for "
-                f"{settings.engine.accumulate}"
-            )
+        settings.micro_batch(launched_ranks()[0])
         check_loggers(settings.engine.loggers)
         model = build_model(settings, arm.connection, num_classes, 0, recipe.task)
         apply_recomputation(model, settings.engine)

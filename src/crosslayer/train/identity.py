@@ -1,15 +1,33 @@
-"""What differs between the descriptions of two runs or comparisons: whether they are the same one,
-and whether one is the other's baseline.
+"""The descriptions of runs and comparisons, and what differs between two: whether they are the same
+one, and whether one is the other's baseline.
 """
 
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .settings import DEFAULT_OPTIONS, GROUP_OF_OPTION, RATES, ModelSettings
+from ..run_folders import DATA_DIGEST
+from .settings import DEFAULT_OPTIONS, GROUP_OF_OPTION, RATES, ModelSettings, Settings
 
 # Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
 PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
+
+
+def run_identity(settings: Settings, connection: str, seed: int, digest: str) -> dict[str, Any]:
+    """What decides the losses of a run: with any other value it would be another run.
+
+    Args:
+        settings: of the run.
+        connection: its spec.
+        seed: of the run.
+        digest: of the data.
+    """
+    return {
+        **settings.identity(),
+        "connection": connection,
+        "seed": seed,
+        DATA_DIGEST: digest,
+    }
 
 
 def first_difference(

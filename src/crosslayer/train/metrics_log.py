@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from lightning.fabric import Fabric
 
 from ..files import parse_json, short_digest, write_text_atomic
 from ..run_folders import METRICS_FILE
+from .parallel import run_on_rank_zero
 
 
 def check_loggers(names: Collection[str]) -> None:
@@ -67,23 +69,16 @@ class MetricsLog:
 
     def __init__(self, fabric: Fabric, folder: Path | None, step: int):
         self.fabric = fabric
-        self.path: Path | None = None
-        if folder is not None and fabric.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.path = folder / METRICS_FILE
-            if self.path.exists():
-                if not self.path.is_file():  # a pipe would wait for someone to write to it
-                    raise ValueError(f"{self.path}: not a file")
-                lines = self.path.read_text("utf8", errors="replace").splitlines()
-                kept = [line + "\n" for line in lines if _step_of_line(line) <= step]
-                write_text_atomic(self.path, "".join(kept))
+        self.path = None if folder is None else folder / METRICS_FILE
+        if self.path is not None:
+            run_on_rank_zero(fabric, partial(_remove_later_lines, self.path, step))
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of a step.
 
         None is written as null, and left out for Fabric's loggers.
         """
-        if self.path is not None:
+        if self.path is not None and self.fabric.is_global_zero:
             line = json.dumps({"step": step, **metrics}) + "\n"
             # Unbuffered: a line is one call of the system, which no kill can divide.
             with open(self.path, "ab", buffering=0) as file:
@@ -91,6 +86,18 @@ class MetricsLog:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         known = {name: value for name, value in metrics.items() if value is not None}
         self.fabric.log_dict(known, step)
+
+
+def _remove_later_lines(path: Path, step: int) -> None:
+    """Make the folder of a log, or remove the lines after a step from the log that is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return
+    if not path.is_file():  # a pipe would wait for someone to write to it
+        raise ValueError(f"{path}: not a file")
+    lines = path.read_text("utf8", errors="replace").splitlines()
+    kept = [line + "\n" for line in lines if _step_of_line(line) <= step]
+    write_text_atomic(path, "".join(kept))
 
 
 def _step_of_line(line: str) -> float:

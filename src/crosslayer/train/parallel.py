@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -31,13 +31,13 @@ _SECONDS_TO_REMARK = 20
 
 
 def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric:
-    """Fabric on this process, or on all processes that torchrun or `fabric run` started.
+    """Fabric on this process, or on all processes that torchrun started.
 
     Args:
         engine: its strategy and precision.
         loggers: Fabric's loggers.
     """
-    ranks, ranks_on_node = _launched_ranks()
+    ranks, ranks_on_node = launched_ranks()
     if ranks == 1:
         strategy: Any = "auto"
     elif engine.strategy == "ddp":
@@ -57,13 +57,12 @@ def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric
         precision=precision,
         loggers=list(loggers),
     )
-    if "LT_CLI_USED" not in os.environ:  # set by `fabric run`, which launches by itself
-        with _watch_launch(ranks):
-            fabric.launch()
+    with _watch_launch(ranks):
+        fabric.launch()
     return fabric
 
 
-def _launched_ranks() -> tuple[int, int]:
+def launched_ranks() -> tuple[int, int]:
     """The number of ranks that torchrun started, and of those on this node.
 
     Raises:
@@ -220,6 +219,45 @@ def run_on_rank_zero(fabric: Fabric, action: Callable[[], None]) -> None:
     sent = fabric.broadcast(failure if can_be_sent else RuntimeError(repr(failure)))
     if failure is not None or sent is not None:
         raise failure or sent
+
+
+def let_ddp_skip_parameters(fabric: Fabric, model: nn.Module, loss: Tensor) -> None:
+    """Have DDP look in each step for parameters without a gradient, where this loss leaves some.
+
+    Families have them: an indexer whose output selects and is not differentiated, parts for images.
+    DDP would wait for their gradients; without such parameters looking for them is of no use. Call
+    it before Fabric sets up the model.
+
+    Args:
+        fabric: launched.
+        model: on Fabric's device, without gradients.
+        loss: of the model on some batch, of this rank.
+    """
+    loss.backward()
+    lacking = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+    model.zero_grad()
+    on_ranks: Any = fabric.all_reduce(torch.tensor(float(len(lacking)), device=fabric.device))
+    fabric.strategy._ddp_kwargs["find_unused_parameters"] = on_ranks.item() > 0
+
+
+def check_same_on_ranks(fabric: Fabric, described: dict[str, Any]) -> None:
+    """Raise a ValueError on every rank where one would train something else than rank 0.
+
+    Args:
+        fabric: launched.
+        described: the run, by this rank.
+    """
+    if fabric.world_size == 1:
+        return
+    of_ranks: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(of_ranks, described)
+    for rank, other in enumerate(of_ranks):
+        for key, value in of_ranks[0].items():
+            if other[key] != value:
+                raise ValueError(
+                    f"rank {rank} has {key} = {other[key]!r}, and rank 0 {value!r}; all ranks need "
+                    "the same data and options"
+                )
 
 
 def prepare_model(model: Any, engine: EngineSettings) -> Any:

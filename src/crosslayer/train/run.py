@@ -8,8 +8,9 @@ from lightning.fabric import Fabric
 
 from ..run_folders import KEPT_MODELS_FOLDER
 from .callbacks import KeepModels, LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
+from .identity import PLACES_OF_DATA, run_identity
 from .metrics_log import close_loggers, make_loggers
-from .parallel import launch_fabric
+from .parallel import check_same_on_ranks, launch_fabric
 from .recipe import Arm
 from .run_state import StepResult
 from .settings import Settings
@@ -47,12 +48,14 @@ def train_arm(
     Raises:
         RunDiverged: the loss or its gradient is non-finite, or the loss rose too far.
         RunStopped: Ctrl-C or SIGTERM; the run is saved.
-        ValueError: the folder is another run's, its checkpoint is damaged, or `vocab` is too small
-            for the data.
+        ValueError: the folder is another run's, its checkpoint is damaged, `vocab` is too small for
+            the data, or the ranks have different data or options.
     """
     engine = settings.engine
     check_vocab(settings.model, examples)
     fabric = launch_run(settings, arm, folder)
+    identity = run_identity(settings, arm.connection, seed, examples.digest)
+    check_same_on_ranks(fabric, {k: v for k, v in identity.items() if k not in PLACES_OF_DATA})
     callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]
     if engine.diagnostics_every > 0:
         callbacks.append(LogDiagnostics(folder, engine.diagnostics_every))

@@ -124,7 +124,8 @@ class OptimizationSettings:
         optimizer: adamw; or muon for the layers' 2-d matrices, with AdamW for all other parameters.
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
-        connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`.
+        connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`. A
+            command without a recipe and a pretrained model takes 0.1 by default.
         embedding_lr_scale: learning rate of the embeddings and of heads tied to them, as a multiple
             of `lr`. Their weight decay is divided by it, so that rate × weight decay stays.
         weight_decay: weight decay of matrices; each connection declares which of its parameters
@@ -320,6 +321,20 @@ class Settings(NamedTuple):
         """Where the tokenizer of the pretrained model is, if the run uses that one."""
         pretrained = self.model.pretrained
         return pretrained if pretrained == self.data.tokenizer else None
+
+    def micro_batch(self, ranks: int) -> int:
+        """The sequences that a rank has in memory at once.
+
+        Raises:
+            ValueError: the ranks and micro-batches cannot share the batch equally.
+        """
+        batch, accumulate = self.data.batch, self.engine.accumulate
+        if batch % (ranks * accumulate):
+            raise ValueError(
+                f"batch must be a multiple of ranks × accumulate, got {batch} for {ranks} × "
+                f"{accumulate}"
+            )
+        return batch // (ranks * accumulate)
 
     def to_options(self) -> dict[str, Any]:
         """Every option by its name, as `from_options` takes them.

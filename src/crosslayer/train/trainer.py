@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -31,12 +32,12 @@ from torch.utils.data import DataLoader
 from ..cost.estimate import count_parameters
 from ..data.sampler import evenly_spaced, evenly_spaced_steps
 from ..optim import zero_connection_updates
-from ..run_folders import DATA_DIGEST
 from ..spec import make
 from .evaluation import EvaluationStopped, evaluate_examples, summarise_metrics
+from .identity import run_identity
 from .method_code import code_digest
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
-from .parallel import prepare_model
+from .parallel import let_ddp_skip_parameters, prepare_model
 from .profiling import (
     measure_forward,
     model_flops_utilization,
@@ -155,12 +156,7 @@ class Trainer:
         self._durations: deque[float] = deque(maxlen=_TIMED_STEPS)  # of those after them
         self._signals = StopSignals()
         self.optimizers: list[torch.optim.Optimizer] = []
-        shares = fabric.world_size * engine.accumulate
-        if data.batch % shares:
-            raise ValueError(
-                f"batch must be a multiple of ranks × accumulate, got {data.batch} for {shares}"
-            )
-        self._micro_batch = data.batch // shares
+        self._micro_batch = settings.micro_batch(fabric.world_size)
         self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
@@ -170,7 +166,13 @@ class Trainer:
         """
         self.model = model
         self.parameters, self.extra_parameters = count_parameters(model)
-        self.module = self.fabric.setup_module(prepare_model(model, self.settings.engine))
+        prepared = prepare_model(model, self.settings.engine)
+        if isinstance(self.fabric.strategy, DDPStrategy):
+            with torch.compiler.set_stance("force_eager"), self.fabric.autocast():
+                batch = next(self.training_batches(0))
+                loss = self.task.loss(self.fabric.to_device(prepared), batch)
+            let_ddp_skip_parameters(self.fabric, model, loss)
+        self.module = self.fabric.setup_module(prepared)
         previous = self.optimizers
         self.optimizers = build_optimizers(model, self.settings.optimization)
         states = {p: state for optimizer in previous for p, state in optimizer.state.items()}
@@ -430,12 +432,7 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """What decides the run's losses: with any other value it would be another run."""
-        return {
-            **self.settings.identity(),
-            "connection": self.arm.connection,
-            "seed": self.seed,
-            DATA_DIGEST: self.examples.digest,
-        }
+        return run_identity(self.settings, self.arm.connection, self.seed, self.examples.digest)
 
     def training_batches(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches, endless, from the first one after step `step`."""
