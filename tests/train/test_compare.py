@@ -18,7 +18,9 @@ import torch
 from matplotlib.figure import Figure
 
 import crosslayer
+from crosslayer.cli import compare as compare_command
 from crosslayer.cli.main import main
+from crosslayer.cli.options import recipe_from_options
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.files import write_json
@@ -117,6 +119,23 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     assert (out / "results.json").read_text() == before, "nothing is run again"
     assert main([*options(text_file), "--arms", "skip_gain", "--out", str(out)]) == 0
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 9, "an arm can be added"
+
+
+def test_the_rate_of_connections_that_belongs_to_the_default_rate(text_file, tmp_path):
+    """docs/training.md"""
+    (tmp_path / "recipe.yaml").write_text(f"{{data: {text_file}, steps: 2}}")
+    command = compare_command.parser()
+    for given, scale in (
+        ([], 0.1),
+        (["--arms", "mudd"], 0.1),
+        (["--steps=9"], 0.1),
+        (["--lr=3e-4"], 1),
+        (["--pretrained=model"], 1),
+        ([str(tmp_path / "recipe.yaml")], 1),
+        (["--connection-lr-scale=0.5"], 0.5),
+    ):
+        parsed = recipe_from_options(command.parse_args(given, defaults=False), ["prenorm"])
+        assert parsed.settings(parsed.arms[0]).optimization.connection_lr_scale == scale
 
 
 def test_every_arm_starts_from_one_body():
@@ -500,7 +519,7 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     held = (out / "results.json").read_text()
     for extra, message in (
         ("--steps=7", "with steps = 6; here it is 7"),
-        ("--lr=0.1", "with lr = 0.006"),
+        ("--clip=0.5", "with clip = 1.0"),
     ):
         assert main([*command, extra]) == 1
         assert message in capsys.readouterr().err

@@ -14,6 +14,9 @@ from ..validation import did_you_mean, parse_dtype
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
 
+# Belongs to the default learning rate, which is several times the papers': connections do better
+# with a tenth of it for their own parameters (docs/training.md).
+_WITH_DEFAULT_RATE = {"connection_lr_scale": 0.1}
 DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 
 
@@ -120,7 +123,9 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
                 "--scale needs a recipe; without one, use options like --layers and --dim"
             )
         specs = parse_specs("--arms", options.get("arms", arms))
-        return Recipe(_unique_arms(map(Arm.from_row, specs)), overrides=overrides)
+        has_own_rate = "lr" in overrides or overrides.get("pretrained") is not None
+        shared = {} if has_own_rate else dict(_WITH_DEFAULT_RATE)
+        return Recipe(_unique_arms(map(Arm.from_row, specs)), shared, overrides=overrides)
 
     recipe = load_recipe(options.recipe, options.get("scale", "full"), **overrides)
     if "arms" in options:

@@ -125,7 +125,7 @@ class OptimizationSettings:
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
         connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`. A
-            command without a recipe and a pretrained model takes 0.1 by default.
+            command without a recipe, `lr` and a pretrained model takes 0.1.
         embedding_lr_scale: learning rate of the embeddings and of heads tied to them, as a multiple
             of `lr`. Their weight decay is divided by it, so that rate × weight decay stays.
         weight_decay: weight decay of matrices; each connection declares which of its parameters
