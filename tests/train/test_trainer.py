@@ -332,6 +332,10 @@ def test_a_run_that_changes_its_connection(text, tmp_path):
         make_trainer(text, "prenorm", compile="layers").fit([ConnectAtStep(4, "hyper")])
     with pytest.raises(ValueError, match="a step from 1 to 12, got 13"):
         make_trainer(text, "prenorm").fit([ConnectAtStep(13, "hyper")])
+    sharded = make_trainer(text, "prenorm", strategy="fsdp")  # of one process, so it is not
+    sharded.fabric = types.SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match="a sharded model cannot change its connection"):
+        ConnectAtStep(4, "hyper").on_fit_start(sharded)
     with pytest.raises(ValueError, match="unknown connection 'hyperr'"):
         ConnectAtStep(4, "hyperr")
 
