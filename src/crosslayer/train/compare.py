@@ -239,8 +239,9 @@ def _load_checked_examples(recipe: Recipe) -> dict[str, Examples]:
 def _check_model(recipe: Recipe, arm: Arm, num_classes: int) -> None:
     """Raise a ValueError where an arm's model cannot be built, or not be trained as asked."""
     settings = recipe.settings(arm)
+    ranks, _ = launched_ranks()
     with _named_in_errors(recipe, arm):
-        settings.micro_batch(launched_ranks()[0])
+        settings.micro_batch(ranks)
         check_loggers(settings.engine.loggers)
         model = build_model(settings, arm.connection, num_classes, 0, recipe.task)
         apply_recomputation(model, settings.engine)

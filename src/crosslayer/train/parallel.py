@@ -31,7 +31,7 @@ _SECONDS_TO_REMARK = 20
 
 
 def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric:
-    """Fabric on this process, or on all processes that torchrun started.
+    """Fabric on this process, or on all processes that torchrun or `fabric run` started.
 
     Args:
         engine: its strategy and precision.
@@ -57,8 +57,9 @@ def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric
         precision=precision,
         loggers=list(loggers),
     )
-    with _watch_launch(ranks):
-        fabric.launch()
+    if "LT_CLI_USED" not in os.environ:  # set by `fabric run`, which launches by itself
+        with _watch_launch(ranks):
+            fabric.launch()
     return fabric
 
 
