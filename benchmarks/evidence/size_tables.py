@@ -61,6 +61,7 @@ SIZE_WORDS: dict[str, Callable[[Any], str]] = {
     "model_config": describe_embeddings,
     "embedding_std": _describe_deviation,
     "embedding_lr_scale": _describe_embedding_rate,
+    "valid": " and ".join,
 }
 
 
