@@ -104,7 +104,8 @@ def test_an_error_of_one_rank_is_one_of_both(text, tmp_path):
         assert of_rank["model"] == "planted"
         assert of_rank["log"] == f"{tmp_path / 'log' / 'metrics.jsonl'}: not a file"
         assert of_rank["data"] == (
-            "rank 1 has data sha256 = 'b', and rank 0 'a'; all ranks need the same data and options"
+            "rank 1: rank 0 has another run, with data sha256 = 'a'; here it is 'b'; all ranks "
+            "need the same data and options"
         )
     assert not list(tmp_path.rglob("step-*"))
 

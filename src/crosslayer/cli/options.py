@@ -14,8 +14,8 @@ from ..validation import did_you_mean, parse_dtype
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
 
-# Belongs to the default learning rate, which is several times the papers': connections do better
-# with a tenth of it for their own parameters (docs/training.md).
+# Belongs to the default learning rate, which is several times the papers': most connections do
+# better with a tenth of it for their own parameters (docs/training.md).
 _WITH_DEFAULT_RATE = {"connection_lr_scale": 0.1}
 DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 

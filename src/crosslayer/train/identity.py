@@ -36,11 +36,11 @@ def first_difference(
     """The first key, in their alphabetical order, with another value, in words; "" without any.
 
     Args:
-        before: read from JSON. Options that were added later are missing there: they have their
-            defaults.
-        now: may have tuples, which are lists in JSON.
+        before: options that were added later may be missing: they have their defaults.
+        now: each may have tuples, which are lists in JSON.
         ignored: keys that may have any value.
     """
+    before = json.loads(json.dumps(before))
     now = json.loads(json.dumps(now))
     defaults = json.loads(json.dumps(DEFAULT_OPTIONS))
     for key in sorted((before.keys() | now.keys()) - set(ignored)):

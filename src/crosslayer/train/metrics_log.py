@@ -71,7 +71,7 @@ class MetricsLog:
         self.fabric = fabric
         self.path = None if folder is None else folder / METRICS_FILE
         if self.path is not None:
-            run_on_rank_zero(fabric, partial(_remove_later_lines, self.path, step))
+            run_on_rank_zero(fabric, partial(_prepare_log, self.path, step))
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of a step.
@@ -88,8 +88,8 @@ class MetricsLog:
         self.fabric.log_dict(known, step)
 
 
-def _remove_later_lines(path: Path, step: int) -> None:
-    """Make the folder of a log, or remove the lines after a step from the log that is there."""
+def _prepare_log(path: Path, step: int) -> None:
+    """Make the folder of a log, and remove the lines after a step from a log that is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return

@@ -22,6 +22,7 @@ from ..compilation import reset_compiler
 from ..connection import Connection, State, find_connections
 from ..hf.attach import find_backbone
 from ..recompute import enable_recompute
+from .identity import PLACES_OF_DATA, first_difference
 from .settings import EngineSettings
 
 # what torchrun sets for each of its processes, besides WORLD_SIZE
@@ -241,24 +242,24 @@ def let_ddp_skip_parameters(fabric: Fabric, model: nn.Module, loss: Tensor) -> N
     fabric.strategy._ddp_kwargs["find_unused_parameters"] = on_ranks.item() > 0
 
 
-def check_same_on_ranks(fabric: Fabric, described: dict[str, Any]) -> None:
-    """Raise a ValueError on every rank where one would train something else than rank 0.
+def check_same_on_ranks(fabric: Fabric, identity: dict[str, Any]) -> None:
+    """Raise a ValueError on every rank where one would train another run than rank 0.
 
     Args:
         fabric: launched.
-        described: the run, by this rank.
+        identity: of this rank's run.
     """
     if fabric.world_size == 1:
         return
     of_ranks: list[Any] = [None] * fabric.world_size
-    torch.distributed.all_gather_object(of_ranks, described)
+    torch.distributed.all_gather_object(of_ranks, identity)
     for rank, other in enumerate(of_ranks):
-        for key, value in of_ranks[0].items():
-            if other[key] != value:
-                raise ValueError(
-                    f"rank {rank} has {key} = {other[key]!r}, and rank 0 {value!r}; all ranks need "
-                    "the same data and options"
-                )
+        difference = first_difference(of_ranks[0], other, PLACES_OF_DATA)
+        if difference:
+            raise ValueError(
+                f"rank {rank}: rank 0 has another run, {difference}; all ranks need the same data "
+                "and options"
+            )
 
 
 def prepare_model(model: Any, engine: EngineSettings) -> Any:

@@ -8,7 +8,7 @@ from lightning.fabric import Fabric
 
 from ..run_folders import KEPT_MODELS_FOLDER
 from .callbacks import KeepModels, LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
-from .identity import PLACES_OF_DATA, run_identity
+from .identity import run_identity
 from .metrics_log import close_loggers, make_loggers
 from .parallel import check_same_on_ranks, launch_fabric
 from .recipe import Arm
@@ -54,8 +54,7 @@ def train_arm(
     engine = settings.engine
     check_vocab(settings.model, examples)
     fabric = launch_run(settings, arm, folder)
-    identity = run_identity(settings, arm.connection, seed, examples.digest)
-    check_same_on_ranks(fabric, {k: v for k, v in identity.items() if k not in PLACES_OF_DATA})
+    check_same_on_ranks(fabric, run_identity(settings, arm.connection, seed, examples.digest))
     callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]
     if engine.diagnostics_every > 0:
         callbacks.append(LogDiagnostics(folder, engine.diagnostics_every))
