@@ -14,7 +14,7 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
-from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
+from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity, windows
 from crosslayer.evaluate.language_models import check_causal
 from crosslayer.evaluate.windows import (
     ScoredWindow,
@@ -254,6 +254,15 @@ def test_a_weight_that_is_no_number(model):
     with pytest.raises(ValueError, match="logits have a NaN"):
         log_likelihoods(broken, [ScoredWindow([1], [2, 3])], 1)
     assert math.isnan(exp_or_inf(math.nan)) and exp_or_inf(1e4) == math.inf
+
+
+def test_a_log_file_has_a_line_of_progress_at_times(model, capsys, monkeypatch):
+    text_perplexity(model, byte_tokenizer(), [TEXT])
+    assert capsys.readouterr().err == ""  # it took less than a minute
+    monkeypatch.setattr(windows, "LOG_SECONDS", 0)
+    text_perplexity(model, byte_tokenizer(), [TEXT], batch_size=5)
+    batches = math.ceil(len(TEXT.encode()) / CONTEXT / 5)
+    assert f"{batches}/{batches}" in capsys.readouterr().err
 
 
 def test_context_and_stride_out_of_range(model):

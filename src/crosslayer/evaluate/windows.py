@@ -1,6 +1,7 @@
 """Windows of tokens, and the log-likelihood that a model gives their targets."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,8 @@ from .language_models import check_causal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LOG_SECONDS = 60  # between two lines of progress in a log file
 
 
 class ScoredWindow(NamedTuple):
@@ -86,7 +89,7 @@ def log_likelihoods(
     scores = [0.0] * len(windows)
     starts = range(0, len(order), batch_size)
     with evaluation_mode(model):
-        for start in tqdm(starts, "perplexity", unit="batch", disable=None):  # only on a terminal
+        for start in tqdm(starts, "perplexity", unit="batch", **_progress_times()):
             batch = order[start : start + batch_size]
             # The last token is predicted, never seen. Padding on the right changes nothing before.
             inputs = [torch.tensor((windows[i].seen + windows[i].target)[:-1]) for i in batch]
@@ -101,6 +104,13 @@ def log_likelihoods(
     if any(math.isnan(score) for score in scores):
         raise ValueError("the model's logits have a NaN: one of its weights may be NaN")
     return scores
+
+
+def _progress_times() -> dict[str, float]:
+    """Of tqdm: a bar on a terminal; in a log file nothing at first, and then a line at times."""
+    if sys.stderr.isatty():
+        return {}
+    return {"delay": LOG_SECONDS, "mininterval": LOG_SECONDS}
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
