@@ -1,4 +1,4 @@
-"""The figures of docs/evidence.md. What each shows is data; a digest of it is in its file."""
+"""The figures of the evidence pages. What each shows is data; a digest of it is in its file."""
 
 import json
 import math

@@ -1,8 +1,9 @@
-"""What the studies become: parts of three pages, figures, rows of the connections' pages."""
+"""What the studies become: parts of pages, figures, rows of the connections' pages."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import crosslayer
 from benchmarks.evidence.claims import SeedLosses
@@ -15,6 +16,9 @@ from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, UNSCALED, Part,
 from benchmarks.evidence.tables import arms_tables, claims_table, connection_tables, summary_table
 from crosslayer.files import write_text_atomic
 
+README = ROOT / "README.md"
+# Between them they have all parts of studies.yaml.
+EVIDENCE_PAGES = (ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence-settings.md")
 CAPTIONS = {
     "curves": "Validation loss, mean over seeds",
     "differences": "Difference to pre-norm on the way, with 95 % intervals",
@@ -55,7 +59,7 @@ PARTS: dict[str, Callable[[Part, Mapping[str, Study]], str]] = {
 
 
 def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
-    """The text of each marked part of docs/evidence.md, by its name."""
+    """The text of each marked part of `EVIDENCE_PAGES`, by its name."""
     sections = {}
     for part in read_parts():
         texts = [PARTS[name](part, studies) for name in part.shows]
@@ -70,11 +74,27 @@ def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     return {"In short": summary_table(studies, arms)}
 
 
-# The pages with marked parts, and what gives their texts.
-PAGES = {
-    ROOT / "docs" / "evidence.md": evidence_sections,
-    ROOT / "README.md": summary_sections,
-}
+def page_texts(studies: Mapping[str, Study]) -> dict[Path, str]:
+    """The pages, with the texts of their marked parts.
+
+    Raises:
+        ValueError: a part is on no page, or a page has a part that is unknown.
+    """
+    readme = README.read_text("utf8")
+    texts = {README: fill_page(readme, summary_sections(studies))}
+    unplaced = evidence_sections(studies)
+    for file in EVIDENCE_PAGES:
+        page = file.read_text("utf8")
+        own = {name: unplaced.pop(name) for name in marked_parts(page) if name in unplaced}
+        texts[file] = fill_page(page, own)
+    if unplaced:
+        raise ValueError(f"no page has the parts {list(unplaced)}")
+    return texts
+
+
+def marked_parts(page: str) -> list[str]:
+    """The names in `<!-- evidence: NAME -->`."""
+    return re.findall(r"<!-- evidence: (.*) -->", page)
 
 
 def fill_page(page: str, sections: Mapping[str, str]) -> str:
@@ -83,7 +103,7 @@ def fill_page(page: str, sections: Mapping[str, str]) -> str:
     Raises:
         ValueError: the page has not the same parts.
     """
-    marks = re.findall(r"<!-- evidence: (.*) -->", page)
+    marks = marked_parts(page)
     if sorted(marks) != sorted(sections):
         raise ValueError(f"the page has the parts {marks}, expected {list(sections)}")
     for name, text in sections.items():
@@ -116,8 +136,8 @@ def page_figures(studies: Mapping[str, Study]) -> dict[str, Figure]:
 
 def write_pages(studies: Mapping[str, Study]) -> None:
     """Write the parts of the pages, the figures and the rows of the connections."""
-    for page, sections in PAGES.items():
-        write_text_atomic(page, fill_page(page.read_text("utf8"), sections(studies)))
+    for file, text in page_texts(studies).items():
+        write_text_atomic(file, text)
     write_text_atomic(RESULTS / "connections.json", connections_text(studies))
     for name, figure in page_figures(studies).items():
         (RESULTS / name).write_bytes(figure.render())

@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, as Markdown."""
+"""The tables of the evidence pages, as Markdown."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
