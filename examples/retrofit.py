@@ -14,7 +14,7 @@ and settings. The same command resumes.
 
     python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]' \
       --settings '{"family": "llama", "lr": 0.003, "steps": 320}'
-    python examples/retrofit.py report --results '[retrofit]' --page docs/retrofit.md
+    python examples/retrofit.py report --results '[retrofit]' --page retrofit.md
 """
 
 import sys

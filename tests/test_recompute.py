@@ -393,6 +393,7 @@ def test_an_input_that_is_written_into_is_saved():
     [
         ("hyper", "inversion", '"inversion" is not supported by hyper; use "streams"'),
         ("postnorm", "streams", '"streams" is not supported by postnorm, whose stream is normed'),
+        ("postnorm", "inversion", "not supported by postnorm; recompute whole layers"),
         ("hyper", "stream", "recompute must be one of streams, inversion, got 'stream'"),
     ],
 )

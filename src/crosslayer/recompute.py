@@ -53,6 +53,7 @@ from .ops.manual_backward import is_transformed
 from .validation import check_choice
 
 RecomputeMode = Literal["streams", "inversion"]
+_RECOMPUTE_LAYERS = "recompute whole layers (--recompute layers, or torch.utils.checkpoint)"
 
 
 class TracedState(NamedTuple):
@@ -219,9 +220,8 @@ class _ReplayFromSaved(_RecomputedRead):
         if connection.norms_its_stream:
             name = method_name(connection)
             raise ValueError(
-                f'recompute="streams" is not supported by {name}, whose stream is '
-                "normed by the layers' norms; recompute whole layers (--recompute layers, or "
-                "torch.utils.checkpoint)"
+                f'recompute="streams" is not supported by {name}, whose stream is normed by the '
+                f"layers' norms; {_RECOMPUTE_LAYERS}"
             )
 
     @staticmethod
@@ -265,7 +265,8 @@ class _InvertFromNext(_RecomputedRead):
     def check_supported(connection: Connection) -> None:
         if not hasattr(connection, "invert"):
             name = method_name(connection)
-            raise ValueError(f'recompute="inversion" is not supported by {name}; use "streams"')
+            advice = _RECOMPUTE_LAYERS if connection.norms_its_stream else 'use "streams"'
+            raise ValueError(f'recompute="inversion" is not supported by {name}; {advice}')
 
     @staticmethod
     def keeps_state_of(connection: Connection, kept: Collection[int]) -> bool:

@@ -59,8 +59,9 @@ def ablate_sources(
 ) -> SourceAblation | None:
     """The loss without each weight of each mix; None for a model without mixes.
 
-    One pass over the batches a weight: L(L + 3)/2 of them for a DenseFormer of L layers, four times
-    as many for MUDD. One batch is often enough, because the losses are of the same tokens.
+    One pass over the batches a weight: L(L + 3)/2 of them for a DenseFormer of L layers, almost
+    four times as many for MUDD. One batch is often enough, because the losses are of the same
+    tokens.
 
     Args:
         model: a language model, connected.
