@@ -1,4 +1,4 @@
-"""Locks on folders, and the one place that reads JSON."""
+"""Locks on folders, their files and names, and the one place that reads JSON."""
 
 import multiprocessing
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from crosslayer.files import lock_folder, new_folder, parse_json, read_json
+from crosslayer.files import list_files, lock_folder, new_folder, parse_json, read_json
+from crosslayer.run_folders import run_folder_name
 
 
 def _hold(folder, connection):
@@ -62,6 +63,27 @@ def test_json_of_the_expected_kind(tmp_path):
         read_json(tmp_path / "y.json", dict)
     with pytest.raises(ValueError, match="not a file"):
         read_json(tmp_path, dict)
+
+
+def test_linked_folders_are_listed_by_one_name_on_every_file_system(tmp_path, monkeypatch):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.txt").write_text("x")
+    (tmp_path / "a").symlink_to("b")
+    walk = os.walk
+
+    def reversed_walk(*arguments, **options):
+        for root, folders, names in walk(*arguments, **options):
+            folders.sort(reverse=True)
+            yield root, folders, names
+
+    expected = list_files(tmp_path)
+    monkeypatch.setattr(os, "walk", reversed_walk)
+    assert list_files(tmp_path) == expected == [tmp_path / "a" / "x.txt"]
+
+
+def test_names_of_folders_fit_in_255_bytes():
+    name = run_folder_name("𝔸" * 90, 0)
+    assert len(name.encode()) <= 255 and name == run_folder_name("𝔸" * 90, 0)
 
 
 def test_all_files_of_a_folder_are_on_disk_before_it_is_renamed(tmp_path, monkeypatch):

@@ -190,6 +190,7 @@ def list_files(folder: Path) -> list[Path]:
         if place in seen:  # a link to a folder around it
             folders.clear()
             continue
+        folders.sort()  # of two names of one folder, the same one is found on each file system
         seen.add(place)
         found += [Path(root, name) for name in names]
     return sorted(found)

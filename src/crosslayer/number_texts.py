@@ -14,7 +14,7 @@ def format_size(parameters: float) -> str:
     if not math.isfinite(parameters):
         return "?"
     for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if parameters >= factor:
+        if parameters >= 0.9995 * factor:  # which has three digits, like 1,000 of the next unit
             return f"{parameters / factor:.3g}{suffix}"
     return f"{parameters:.0f}"
 

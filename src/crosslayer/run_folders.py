@@ -74,7 +74,8 @@ def step_of_name(name: str) -> int | None:
 
 def run_folder_name(arm: str, seed: int) -> str:
     """The name of the folder of one run in a comparison's `runs`."""
-    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")[:80]
+    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")
+    readable = readable.encode()[:80].decode(errors="ignore")  # file systems count bytes
     # names may differ in replaced characters alone
     digest = short_digest(f"{arm} {seed}", 6)
     return f"{readable}-{digest}"

@@ -20,6 +20,10 @@ from crosslayer.cost import (
 )
 from crosslayer.hf.config import make_config
 from crosslayer.losses import next_token_loss
+from crosslayer.train.parallel import _shard_model
+from crosslayer.train.settings import Settings
+from crosslayer.train.task import build_model
+from tests.support.one_rank import one_rank_mesh
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 LAYERS, DIM, BATCH, CONTEXT = 24, 2048, 8, 2048
@@ -89,6 +93,16 @@ def test_hooks_see_all_that_is_saved():
     model, ids = recomputed_model("hyper")
     saved = measure_peak_memory(model, ids).saved_bytes
     assert activation_bytes(model, ids) == pytest.approx(saved, rel=1e-4)  # the loss, the batch
+
+
+def test_gathered_weights_are_no_activations():
+    """FSDP holds those of the head and of the final norm after a forward pass."""
+    settings = Settings.from_options(family="llama", layers=2, dim=64, heads=4, context=32)
+    tokens = torch.randint(4096, (2, 33))
+    plain = activation_bytes(build_model(settings, "mudd", 4096, 0), tokens)
+    with one_rank_mesh() as mesh:
+        sharded = _shard_model(build_model(settings, "mudd", 4096, 0), mesh, None)
+        assert activation_bytes(sharded, tokens) == plain
 
 
 @pytest.mark.slow

@@ -54,6 +54,16 @@ def test_datasets_alone_can_read_it(stories, tmp_path):
     ]
 
 
+def test_a_long_document_is_several_rows(stories, tmp_path, monkeypatch):
+    """Arrow counts the tokens of the rows that it buffers in 32 bits."""
+    whole = prepare_corpus(stories, "bytes", tmp_path / "whole")
+    monkeypatch.setattr("crosslayer.data.prepared.ROW_TOKENS", 7)
+    split = prepare_corpus(stories, "bytes", tmp_path / "split")
+    assert split.counts == whole.counts
+    assert max(len(row) for row in split.streams["train"].ids["tokens"]) == 7
+    assert split.streams["train"].digest == whole.streams["train"].digest
+
+
 def test_tokens_are_mapped_not_read(stories, tmp_path):
     prepare_corpus(stories, "bytes", tmp_path / "out")
     (file,) = (tmp_path / "out" / "train").glob("*.arrow")

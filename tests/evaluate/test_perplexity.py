@@ -174,6 +174,13 @@ def test_a_target_that_joins_its_context_is_no_span(model):
     assert span_perplexity(model, joining, spans) == span_perplexity(model, joining, spans[1:])
 
 
+def test_a_context_without_a_token_is_like_none(model):
+    silent = byte_tokenizer()
+    silent.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    spans = [span_perplexity(model, silent, [Span(text, "at")]) for text in ("~", "")]
+    assert spans[0] == spans[1]
+
+
 @pytest.mark.parametrize("context", [1, 3])
 def test_a_model_of_few_positions_is_asked_whether_it_is_causal(context):
     config = GPT2Config(vocab_size=16, n_positions=context, n_embd=8, n_layer=1, n_head=2)

@@ -35,6 +35,7 @@ from crosslayer.inspect.seed_averages import (
     average_seeds,
     combine_values,
     describe_configuration,
+    seed_deviation,
     seed_mean,
 )
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
@@ -133,6 +134,13 @@ def test_a_mixed_bag_is_averaged_by_configuration(seeds):
     assert describe_configuration(same) == describe_configuration(other)
     assert describe_configuration(same) != describe_configuration(connected)
     assert describe_configuration(same) != describe_configuration(language_model(None, layers=3))
+
+
+def test_whole_numbers_that_seeds_share_stay_whole():
+    for combine, expected in ((seed_mean, 3), (seed_deviation, 0)):
+        combined = combine_values([3, 3], combine)
+        assert combined == expected and isinstance(combined, int)
+    assert combine_values([3, 4], seed_mean) == 3.5
 
 
 def test_values_of_other_shapes_are_not_averaged(seeds):

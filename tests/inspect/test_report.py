@@ -307,11 +307,13 @@ def test_an_existing_report_is_not_overwritten(tmp_path, capsys):
     assert "exists already; choose another folder" in capsys.readouterr().err
 
 
-def test_models_whose_folders_end_alike_have_longer_names():
+def test_models_whose_folders_end_alike_have_longer_names(tmp_path, monkeypatch):
     assert _short_names(["runs/mudd/model", "published/gpt2"]) == ["mudd", "gpt2"]
     alike = ["first/mudd", "second/mudd"]
     assert _short_names(alike) == alike
     kept = [f"long/path/runs/{run}/models/step-000100" for run in ("mudd-0-1a", "hyper-0-2b")]
+    monkeypatch.chdir(tmp_path)
+    assert [_short_names([place]) for place in (".", "model", "x/..")] == [[tmp_path.name]] * 3
     assert _short_names(kept) == ["mudd-0-1a/models/step-000100", "hyper-0-2b/models/step-000100"]
 
 

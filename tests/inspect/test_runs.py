@@ -15,6 +15,7 @@ from crosslayer.inspect.run_groups import (
     find_baseline_group,
     group_runs,
     has_experts,
+    split_by_backbone,
     split_by_data,
 )
 from crosslayer.inspect.runs import TrainingRun, read_runs
@@ -290,6 +291,14 @@ def test_the_baseline_is_as_long_where_data_have_moved(tmp_path):
     # as in results of a version that had fewer options
     groups[-1].first.settings["ema"] = None
     assert find_baseline_group(groups, groups[-1]).label == "prenorm"
+
+
+def test_a_baseline_older_than_an_option_has_its_default(tmp_path):
+    arms = {"prenorm": {"connection": "prenorm"}, "mudd": {"connection": "mudd"}}
+    groups = read_groups(write_comparison(tmp_path / "a", arms, router_z_loss=0.0))
+    del groups[0].first.settings["router_z_loss"]
+    assert find_baseline_group(groups, groups[1]) is groups[0]
+    assert [title for title, _ in split_by_backbone(groups)] == [""]
 
 
 def test_the_baseline_is_no_other_kind_of_pre_norm(tmp_path):

@@ -5,15 +5,17 @@ import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import BertConfig, BertForMaskedLM
 
 import crosslayer
 from crosslayer.cli.main import main
-from crosslayer.convert.pretrained import open_model, open_tokenizer
+from crosslayer.convert.pretrained import open_id_tokenizer, open_model, open_tokenizer
 from crosslayer.data.tokenizing import load_tokenizer
 from crosslayer.testing.tiny_model import equal_tensors
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import ComparisonResults
+from crosslayer.train.export import _write_tokenizer
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import NEW_BACKBONE_OPTIONS, Settings
@@ -195,3 +197,16 @@ def test_the_model_keeps_its_tokenizer_and_its_ends(model, text_file, tmp_path):
     assert train(text_file, tmp_path / "bytes", f"--pretrained={chat}", "--tokenizer=bytes") == 0
     assert open_tokenizer(tmp_path / "bytes" / "model").chat_template is None
     assert open_model(tmp_path / "bytes" / "model").config.eos_token_id == 0
+
+
+def test_a_tokenizer_whose_end_is_an_ordinary_token(tmp_path):
+    """A tokenizer.json may have no added tokens at all."""
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    definition = json.loads(backend.to_str())
+    del definition["added_tokens"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    out = tmp_path / "out"
+    out.mkdir()
+    _write_tokenizer(tokenizer, out)
+    assert open_tokenizer(out).eos_token_id == open_id_tokenizer(out).end == tokenizer.end == 2

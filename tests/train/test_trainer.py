@@ -734,6 +734,10 @@ def test_a_loss_that_rises_too_far(text):
         run(settings, "prenorm", task=failing_task(25, 4.0))
     skipping = run({**settings, "unstable": "skip"}, "prenorm", task=failing_task(25, 4.0))
     assert skipping["result"]["skipped"] == [25]
+    early = run(settings, "prenorm", task=failing_task(20, 4.0))
+    assert early["result"]["skipped"] == [], "the first 20 steps have no limit"
+    with pytest.raises(RunDiverged, match="at step 21"):
+        run(settings, "prenorm", task=failing_task(21, 4.0))
     unchecked = run({**settings, "max_loss_rise": 0.0}, "prenorm", task=failing_task(25, 4.0))
     assert unchecked["result"]["skipped"] == []
 
@@ -980,8 +984,9 @@ def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
     [
         ({"V2": ["hel-out"]}, "'V2' names 'hel-out', which is no validation set (did you mean"),
         ({"V2": []}, "'V2' names no validation set"),
-        ({"held-out": ["held-out"]}, "'held-out' is the name of a validation set already"),
-        ({"mean": ["held-out"]}, "'mean' is the name of a validation set already"),
+        ({"held-out": ["held-out"]}, "the name 'held-out' is taken already"),
+        ({"mean": ["held-out"]}, "the name 'mean' is taken already"),
+        ({"training": ["held-out"]}, "the name 'training' is taken already"),
     ],
 )
 def test_wrong_groups(text, groups, message):

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import launch_run
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE_TASK, build_model
 from crosslayer.train.trainer import Trainer
-from crosslayer.train.weight_averages import AVERAGE_KEY, averaged_weights
+from crosslayer.train.weight_averages import AVERAGE_KEY, averaged_weights, track_averages
+from tests.support.one_rank import one_rank_mesh
 from tests.train.runs import SMALL, run
 from tests.train.test_ranks import two_ranks
 
@@ -59,6 +62,29 @@ def test_average_that_cannot_be_is_refused(text):
         Settings.from_options(ema=1.0)
     with pytest.raises(ValueError, match=r"ema needs float32 weights, got torch\.bfloat16"):
         run({"data": text, "ema": DECAY, "precision": "bf16-true"}, "prenorm")
+
+
+def test_sharded_averages_are_evaluated_after_a_forward_pass_alone():
+    """After which FSDP holds the root's gathered weights, as when a resumed run is measured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1))
+    x = torch.randn(8, 4)
+    with one_rank_mesh() as mesh:
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        track_averages(optimizer, 0.9)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        def evaluate():
+            with torch.no_grad(), averaged_weights(model, [optimizer]):
+                return model(x).square().mean().item()
+
+        expected = evaluate()
+        model(x)
+        assert evaluate() == expected
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`crosslayer inspect`: what the connections of trained models do, as a report with figures."""
 
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -95,8 +96,7 @@ def run(options: Any) -> int:
     if not 0 <= options.running_mean < 1:
         raise ValueError(f"--running-mean must be from 0 to below 1, got {options.running_mean}")
     folder = Path(options.out)
-    if (folder / REPORT_FILE).exists():
-        raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
+    _check_new(folder / REPORT_FILE)
     choice = _choose_sections(options.sections)
     sections, views = choice.sections, choice.views
     sources = list(dict.fromkeys(options.models))
@@ -110,6 +110,7 @@ def run(options: Any) -> int:
     if sections and len(models) < len(sources):
         console.print("Runs without a saved model appear only in the views of training.")
     with lock_folder(folder):
+        _check_new(folder / REPORT_FILE)  # another process may have finished meanwhile
         if sections and models:
             inspections, setup = _inspect_models(options, models, sections, console)
         if training is not None:
@@ -123,6 +124,11 @@ def run(options: Any) -> int:
             console.print(f"{name} is not drawn: nothing in these models to show there")
     console.print(f"Report: {folder / REPORT_FILE} ({time.perf_counter() - start:.0f} s)")
     return 0
+
+
+def _check_new(report: Path) -> None:
+    if report.exists():
+        raise ValueError(f"{report} exists already; choose another folder with --out")
 
 
 def _sections_to_explain(
@@ -287,7 +293,7 @@ def _short_names(sources: list[str]) -> list[str]:
     """
     names = {}
     for source in sources:
-        path = Path(source)
+        path = Path(os.path.abspath(source))  # "." has no name
         names[source] = path.parent.name if path.name == TRAINED_MODEL_FOLDER else path.name
     if len(set(names.values())) < len(names):
         folders = [Path(source).parts[:-1] for source in names]

@@ -317,7 +317,6 @@ def activation_bytes(
         batch: what `loss` takes; tokens [B T+1] by default.
         loss: computes the loss of a batch.
     """
-    parameter_storages = {p.untyped_storage()._cdata for p in model.parameters()}
     # Storages are identified by themselves, because all meta tensors have the address 0. They are
     # kept alive here, so that no later storage takes the place of one that is counted.
     saved: dict[int, torch.UntypedStorage] = {}
@@ -327,6 +326,12 @@ def activation_bytes(
         saved[storage._cdata] = storage
         # Return nothing: a node that saved its own output through a hook would never be freed.
 
+    parameters = _parameter_storages(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss(model, batch)
-    return sum(storage.nbytes() for key, storage in saved.items() if key not in parameter_storages)
+    parameters |= _parameter_storages(model)  # those that FSDP has gathered and still holds
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in parameters)
+
+
+def _parameter_storages(model: nn.Module) -> set[int]:
+    return {parameter.untyped_storage()._cdata for parameter in model.parameters()}

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import error_in_one_line
 from ..files import new_folder, read_json
 from ..validation import check_counts, check_non_negative, check_positive
@@ -27,7 +29,8 @@ from .token_streams import ProgressCallback, StreamCounts, TokenStream, encode_s
 from .tokenizing import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 _FORMAT = "crosslayer tokens 2"
-BUFFERED_ROWS = 64  # documents of each set in memory
+BUFFERED_ROWS = 64  # of each set in memory
+ROW_TOKENS = 2**20  # at most; Arrow counts the tokens of the buffered rows in 32 bits
 
 
 class PreparedCorpus(NamedTuple):
@@ -78,10 +81,12 @@ def prepare_corpus(
             for name, file in files.items():
                 writer = ArrowWriter(features=features, path=file, writer_batch_size=BUFFERED_ROWS)
                 writers[name] = stack.enter_context(writer)
-            documents = read_sets(sets, trained)
-            counts = encode_sets(
-                documents, trained, lambda name, ids: writers[name].write({"tokens": ids}), progress
-            )
+
+            def write_document(name: str, ids: np.ndarray) -> None:
+                for start in range(0, len(ids), ROW_TOKENS):
+                    writers[name].write({"tokens": ids[start : start + ROW_TOKENS]})
+
+            counts = encode_sets(read_sets(sets, trained), trained, write_document, progress)
             for name, writer in writers.items():
                 if name not in counts:
                     raise ValueError(f"{source}: too little text, its set {name} is empty")

@@ -34,6 +34,7 @@ CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` mad
 TRAIN_SET = "train"
 HELD_OUT = "held-out"
 ALL_SETS = "mean"  # name of the group of all validation sets
+TAKEN_NAMES = (TRAIN_SET, ALL_SETS, "training")  # "training loss" is a metric
 VALID_SHARE = 0.05  # of the documents, by a hash of their names
 _FEW_DOCUMENTS = 40  # fewer than these are split at their tail
 
@@ -165,15 +166,14 @@ def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
     """The sources of "train" and of the validation sets by name.
 
     Raises:
-        ValueError: a validation set is called train, or mean as the group of all, or cannot name a
-            folder.
+        ValueError: a validation set has one of `TAKEN_NAMES`, or cannot name a folder.
     """
     for name in valid or {}:
-        if name in (TRAIN_SET, ALL_SETS) or not re.fullmatch(r"\w[\w.-]*", name):
+        if name in TAKEN_NAMES or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
                 f"{name!r} cannot name a validation set: "
                 "expected letters, digits, _, - and ., with none of the last two first, and not "
-                f"{TRAIN_SET} or {ALL_SETS}"
+                f"{', '.join(TAKEN_NAMES)}"
             )
     return {TRAIN_SET: source} | (valid or {})
 

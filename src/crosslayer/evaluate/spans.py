@@ -138,12 +138,13 @@ def _encode_span(
     target. A token that the tokenizer puts after a text is left out, unlike there.
     """
     context = span.context.rstrip()
-    if not context:
+    # a tokenizer may have no token for what it holds, like a soft hyphen
+    context_tokens = encode_without_end(tokenizer, context) if context else []
+    if not context_tokens:
         tokens = tokenizer.encode(span.context + span.target, add_special_tokens=False)
         if first_token is not None:
             return ScoredWindow([first_token], tokens)
         return ScoredWindow(tokens[:1], tokens[1:])
-    context_tokens = encode_without_end(tokenizer, context)
     tokens = encode_without_end(tokenizer, span.context + span.target)
     return ScoredWindow(context_tokens, tokens[len(context_tokens) :])
 

@@ -184,7 +184,13 @@ def backbone_of(group: RunGroup) -> str:
 
 
 def _settings_key(group: RunGroup, names: Sequence[str]) -> str:
-    return repr([group.first.settings.get(name) for name in names])
+    return repr([_setting(group, name) for name in names])
+
+
+def _setting(group: RunGroup, name: str) -> Any:
+    """Of a run that is older than the option, the default; None where no settings are known."""
+    settings = group.first.settings
+    return settings.get(name, DEFAULT_OPTIONS.get(name)) if settings else None
 
 
 def split_by_data(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
@@ -221,7 +227,7 @@ def _describe_differences(group: RunGroup, others: Sequence[RunGroup], names: Se
     words = []
     for name in names:
         if len({_settings_key(other, [name]) for other in others}) > 1:
-            words.append(f"{name} {_format_setting(group.first.settings.get(name))}")
+            words.append(f"{name} {_format_setting(_setting(group, name))}")
     return ", ".join(words)
 
 

@@ -139,11 +139,18 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
     if isinstance(first, str | bool):
         return first
     if isinstance(first, int | float):
-        return combine(torch.tensor(values, dtype=torch.float64)).item()
+        return _combine_numbers(values, combine)
     items = [item for value in values for item in value]
     if all(_is_text(item) for item in items) or all(isinstance(item, int) for item in items):
         return first if all(value == first for value in values) else _merge_texts(values)
     return [combine_values(list(items), combine) for items in zip(*values, strict=True)]
+
+
+def _combine_numbers(values: Sequence[float], combine: Combine) -> float:
+    """Whole where the numbers and the result are, like the number of a layer."""
+    combined = float(combine(torch.tensor(values, dtype=torch.float64)))
+    is_whole = combined.is_integer() and all(isinstance(value, int) for value in values)
+    return int(combined) if is_whole else combined
 
 
 def _is_text(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import numpy
 
 from ..files import parse_json
-from ..intervals import t_quantile
+from ..intervals import MeanEstimate, mean_interval
 from ..run_folders import METRICS_FILE
 
 # A step is a spike where its loss is above the running mean by this many running deviations.
@@ -59,7 +59,7 @@ class PowerLaw:
     Attributes:
         a: the factor.
         b: the exponent.
-        error: standard deviation of the residuals of log L; 0 for two points.
+        error: standard deviation of the residuals of log L; NaN for two points.
         log_sizes: the logarithms of the sizes that it was fitted to.
     """
 
@@ -234,7 +234,7 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     slope, intercept = numpy.polyfit(x, y, 1)
     freedom = len(x) - 2
     residuals = y - (slope * x + intercept)
-    error = math.sqrt(float(residuals @ residuals) / freedom) if freedom else 0.0
+    error = math.sqrt(float(residuals @ residuals) / freedom) if freedom else math.nan
     return PowerLaw(math.exp(intercept), -float(slope), error, x.tolist())
 
 
@@ -244,7 +244,8 @@ def estimate_multiplier(
     """The compute multiplier of a method over a baseline's law ("1.89 ×", MUDD, section 3.1).
 
     Its interval has two parts: how much the multiplier differs between the method's points, and
-    how well the baseline's points determine the law. Student's t allows for their small number.
+    how well the baseline's points determine the law. Each has its own interval by Student's t, for
+    the small number of its points, and their half-widths are added in quadrature.
 
     Args:
         baseline: fitted over compute or size.
@@ -262,11 +263,10 @@ def estimate_multiplier(
         equal_size, variance = baseline.log_size_of(loss)
         logs.append(equal_size - math.log(size))
         variances.append(variance)
-    mean = statistics.fmean(logs)
-    freedom = len(baseline.log_sizes) - 2 + len(logs) - 1
-    if freedom < 1 or len(logs) < 2:
-        return ComputeMultiplier(math.exp(mean), math.nan, math.nan)
+    of_points = mean_interval(logs)
     # the fit's errors are alike at all points, so their mean does not shrink with the points
-    variance = statistics.variance(logs) / len(logs) + statistics.fmean(variances)
-    reach = t_quantile(freedom) * math.sqrt(variance)
+    error = math.sqrt(statistics.fmean(variances))
+    of_law = MeanEstimate(0, error, len(baseline.log_sizes) - 2).interval
+    mean = of_points.mean
+    reach = math.hypot(of_points.high - mean, of_law.high)
     return ComputeMultiplier(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
+from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ..convert.pretrained import copy_tokenizer
@@ -82,12 +83,13 @@ def export_model(
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write tokenizer.json, and what it does not say: how to read it, and what ends a text."""
-    definition = tokenizer.definition or byte_tokenizer_json()
+    backend = Tokenizer.from_str(tokenizer.definition or byte_tokenizer_json())
     # Any other class would build another tokenizer from the vocabulary.
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for token in json.loads(definition)["added_tokens"]:
-        # A token that is named here becomes special, so only the end token is.
-        if token["id"] == tokenizer.end:
-            config["eos_token"] = token["content"]
-    (folder / TOKENIZER_FILE).write_text(definition, "utf8")
+    # A token that is named here becomes special, so only the end token is.
+    end = backend.id_to_token(tokenizer.end)
+    if end is not None:
+        config["eos_token"] = end
+    # written anew, because transformers needs keys that a definition may lack
+    (folder / TOKENIZER_FILE).write_text(backend.to_str(pretty=True), "utf8")
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf8")

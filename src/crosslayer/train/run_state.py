@@ -106,7 +106,7 @@ class RunState:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
         mean = loss if self.running_loss is None else self.running_loss
-        is_limited = max_loss_rise > 0 and self.step > STEPS_OF_ANY_RISE
+        is_limited = max_loss_rise > 0 and self.step >= STEPS_OF_ANY_RISE
         if is_limited and loss > mean + max_loss_rise:
             return False
         self.running_loss = RUNNING_LOSS_DECAY * mean + (1 - RUNNING_LOSS_DECAY) * loss

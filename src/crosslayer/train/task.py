@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from ..data.prepared import find_tokenizer_name
 from ..data.sampler import ResumableSampler
-from ..data.sources import ALL_SETS, HELD_OUT
+from ..data.sources import HELD_OUT, TAKEN_NAMES
 from ..files import expand_place
 from ..hf import connect
 from ..hf.config import make_config, make_language_model
@@ -63,8 +63,8 @@ class Examples:
 
     def __post_init__(self) -> None:
         for group, names in self.valid_groups.items():
-            if group in (*self.valid, ALL_SETS):
-                raise ValueError(f"valid_groups: {group!r} is the name of a validation set already")
+            if group in (*self.valid, *TAKEN_NAMES):
+                raise ValueError(f"valid_groups: the name {group!r} is taken already")
             if not names:
                 raise ValueError(f"valid_groups: {group!r} names no validation set")
             for name in names:

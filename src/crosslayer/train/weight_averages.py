@@ -60,13 +60,16 @@ def averaged_weights(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
             if AVERAGE_KEY in state:
                 pairs.append((parameter.detach(), state[AVERAGE_KEY]))
     trained = [weight.clone() for weight, _ in pairs]
+    # FSDP keeps the root's gathered weights after a forward pass without a backward
+    sharded = sharded_modules(model) if pairs else []
     try:
+        for module in sharded:
+            module.reshard()
         for weight, average in pairs:
             weight.copy_(average)
         yield
     finally:
         for (weight, _), value in zip(pairs, trained, strict=True):
             weight.copy_(value)
-        if pairs:  # FSDP keeps the root's gathered weights after a forward pass without a backward
-            for module in sharded_modules(model):
-                module.reshard()
+        for module in sharded:
+            module.reshard()
