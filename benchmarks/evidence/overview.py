@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.evidence.figures import VERDICT_MARKS, Figure
 from benchmarks.evidence.size_tables import describe_options
-from benchmarks.evidence.studies import Study, read_recipe
+from benchmarks.evidence.studies import BASELINE, Study, read_recipe
 from benchmarks.evidence.tables import difference_to_baseline, judge_difference
 from crosslayer.intervals import Interval
 from crosslayer.plotting import BLACK, DrawPanel
@@ -18,7 +18,15 @@ ARMS = (
     "attnres",
 )
 # The columns of settings, and their widths as multiples of an arm's.
-SETTINGS = {"layers": 1.1, "width": 0.9, "tokens": 1, "warm-up": 1, "embeddings": 2.2, "text": 1.2}
+SETTINGS = {
+    "layers": 1.1,
+    "width": 0.9,
+    "tokens": 1,
+    "tokens /\nparameter": 1.4,
+    "warm-up": 1,
+    "embeddings": 2.2,
+    "text": 1.2,
+}
 SETTINGS_WIDTH = sum(SETTINGS.values())
 EMBEDDING_OPTIONS = ("model_config", "embedding_std", "embedding_lr_scale")
 COLOURED = ("better", "worse")
@@ -57,12 +65,24 @@ def _known_difference(study: Study, arm: str) -> Interval | None:
 
 
 def _sort_key(study: Study) -> tuple[Any, ...]:
-    """By embeddings, text, size, tokens and warm-up."""
+    """Long runs first; then by embeddings, text, size, tokens and warm-up."""
     settings = study.plan.settings()
     factor = settings["model_config"].get("embedding_multiplier", 1)
     is_other_text = settings["valid"].keys() != read_recipe().settings().data.valid.keys()
     size = (settings["layers"], settings["dim"], study.tokens, settings["warmup"])
-    return (-factor, describe_options(study.plan, EMBEDDING_OPTIONS), is_other_text, *size)
+    is_short = _tokens_per_parameter(study) < 1
+    return (
+        is_short,
+        -factor,
+        describe_options(study.plan, EMBEDDING_OPTIONS),
+        is_other_text,
+        *size,
+    )
+
+
+def _tokens_per_parameter(study: Study) -> float:
+    baseline = next(iter(study.runs(BASELINE).values()))
+    return study.tokens / baseline.parameters
 
 
 def _describe(study: Study) -> tuple[str, ...]:
@@ -72,6 +92,7 @@ def _describe(study: Study) -> tuple[str, ...]:
         f"{settings['layers']}, experts" if experts else str(settings["layers"]),
         str(settings["dim"]),
         f"{study.tokens / 1e6:.2g}M",
+        f"{_tokens_per_parameter(study):.2g}",
         f"{settings['warmup']:g}",
         describe_options(study.plan, EMBEDDING_OPTIONS).removeprefix("embeddings "),
         " and ".join(settings["valid"]),

@@ -35,6 +35,7 @@ SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
 LONG_STUDY = "long"  # the same for four times the tokens
+LONGEST_STUDY = "tokens-20"  # a small model that sees twenty tokens a parameter
 SMALL_STUDY = "warm-small"  # most of these in a smaller model, with a longer warm-up
 NOVELS_STUDY = "warm-small-novels-half"  # some of these on another text, with a still longer one
 UNSCALED = "unscaled-"  # before the name of a study: with Llama's own embeddings

@@ -17,6 +17,7 @@ from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
+    LONGEST_STUDY,
     NOVELS_STUDY,
     SMALL_STUDY,
     UNSCALED,
@@ -55,10 +56,19 @@ CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", WHEN_SMALL, WITH_UNSCALED),
     *("training", "forward", "decoding"),
 )
-SUMMARY_COLUMNS = (
-    *("connection", "loss", "vs prenorm", WITH_UNSCALED, "with 4 × the tokens", "at equal time"),
-    *("training speed", "forward speed", "decoding speed"),
-)
+# Of the summary: which study's losses, and when they are read.
+SUMMARY_LOSSES: dict[str, tuple[str, Measure]] = {
+    "20 tokens a parameter": (LONGEST_STUDY, "end"),
+    "0.2 tokens a parameter": (FIRST_STUDY, "end"),
+    "0.2, embeddings × 1": (UNSCALED + FIRST_STUDY, "end"),
+    "0.8 tokens a parameter": (LONG_STUDY, "end"),
+    "0.2, at equal time": (FIRST_STUDY, "equal time"),
+}
+SUMMARY_SPEEDS = {
+    "training speed": "training",
+    "forward speed": "forward",
+    "decoding speed": "decoding",
+}
 INITIAL_STD = 0.02  # of Llama's weights
 Cells = dict[str, str]
 
@@ -207,6 +217,7 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     known = plans.keys() | studies.keys()
     # for each setting, the study that takes the place of each that claims name
     settings = {
+        "20 tokens a parameter": {FIRST_STUDY: LONGEST_STUDY},
         "embeddings × 50": {name: name for name in known},
         "embeddings × 1": {
             name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
@@ -330,31 +341,26 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
 def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     """The arms that have a result in the first study, in short, and how they were run."""
     study = studies[FIRST_STUDY]
-    long_study = studies.get(LONG_STUDY)
-    unscaled = studies.get(UNSCALED + FIRST_STUDY)
     rows = []
     for name in arms:
         if not study.runs(name):
             continue
+        row = {"connection": f"`{name}`"}
+        for column, (source, at) in SUMMARY_LOSSES.items():
+            row[column] = _summary_loss(studies.get(source), name, at)
         cells = arm_cells(study, name)
-        final = [run.valid_loss for run in study.runs(name).values()]
-        values = (
-            f"`{name}`",
-            f"{mean_and_std(final).mean:.3f}",
-            _format_difference(difference_to_baseline(study, name)),
-            _format_difference(difference_to_baseline(unscaled, name)),
-            _format_difference(difference_to_baseline(long_study, name)),
-            _format_difference(difference_to_baseline(study, name, "equal time")),
-            _without_interval(cells["training"]),
-            _without_interval(cells["forward"]),
-            _without_interval(cells["decoding"]),
-        )
-        rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
-    return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
+        for column, speed in SUMMARY_SPEEDS.items():
+            row[column], _, _ = cells[speed].partition(" ± ")
+        rows.append(row)
+    return f"{markdown_table(tuple(rows[0]), rows)}\n\n{_describe_models(studies)}"
 
 
-def _without_interval(cell: str) -> str:
-    return cell.partition(" ± ")[0]
+def _summary_loss(study: Study | None, name: str, at: Measure) -> str:
+    """Of pre-norm the loss, like "4.473", and of another arm the difference to it."""
+    if name != BASELINE:
+        return _format_difference(difference_to_baseline(study, name, at))
+    loss = None if study is None else sum_losses({FIRST_STUDY: study}, {name: 1}, at)
+    return NOT_KNOWN if loss is None else f"{loss.mean:.3f}"
 
 
 def _format_difference(interval: Interval | None) -> str:
@@ -383,23 +389,33 @@ def describe_embeddings(model_config: Mapping[str, float]) -> str:
     return f"embeddings × {model_config.get('embedding_multiplier', 1):g}"
 
 
-def _describe_models(study: Study) -> str:
-    model, data, optimization, _ = study.comparison.recipe.settings()
-    texts = " and ".join(data.valid)
+def _describe_models(studies: Mapping[str, Study]) -> str:
+    model, _, _, _ = studies[FIRST_STUDY].comparison.recipe.settings()
     factor = model.model_config.get("embedding_multiplier", 1)
-    embeddings = describe_embeddings(model.model_config)
+    columns = [
+        f"{column}: {_describe_model(studies[source])}"
+        for column, (source, at) in SUMMARY_LOSSES.items()
+        if at == "end" and source in studies and source != UNSCALED + FIRST_STUDY
+    ]
     return (
-        f"Llama of {model.layers} layers, width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
-        f"{texts}, with a warm-up of {optimization.warmup:g} of the steps. Its token "
-        f"embeddings are multiplied by {factor:g} ({embeddings}): they "
-        f"start at a standard deviation of {factor * INITIAL_STD:g} and change {factor:g} times as "
-        "fast. "
-        f"Embeddings × 1 are Llama's own, which start at {INITIAL_STD:g}. "
-        "Each connection has its own best learning rate, found with seed 0 among rates a factor of "
-        "2 apart. Loss in nats a token, the mean of three or five seeds. The columns between loss "
-        "and speed are differences to pre-norm with 95 % intervals, bold where the interval "
-        "excludes zero. –: not run. At equal time: the losses at the time when the fastest "
-        "connection has finished. The learning rates of the others are still falling then, which "
-        "makes them look worse. "
-        "Speeds are multiples of pre-norm's, on one CPU core in float32, without fused kernels."
+        "The loss of pre-norm in nats a token, and the differences of the others to it, with 95 % "
+        "intervals, bold where the interval excludes zero. –: not run. Llamas with a warm-up of a "
+        "tenth of the steps. Each connection has its own best learning rate, found with seed 0 "
+        "among rates a factor of 2 apart; means of three or five seeds. "
+        f"{' '.join(columns)} "
+        f"Token embeddings × {factor:g} start at a standard deviation of {factor * INITIAL_STD:g} "
+        f"and change {factor:g} times as fast; embeddings × 1 are Llama's own, which start at "
+        f"{INITIAL_STD:g}. At equal time: the losses at the time when the fastest connection has "
+        "finished. The learning rates of the others are still falling then, which makes them look "
+        "worse. Speeds are those of the model of 8 layers, as multiples of pre-norm's, on one CPU "
+        "core in float32, without fused kernels."
+    )
+
+
+def _describe_model(study: Study) -> str:
+    """Like "8 layers of width 128, 0.5M tokens of wikitext-2, embeddings × 50."."""
+    model, data, _, _ = study.comparison.recipe.settings()
+    return (
+        f"{model.layers} layers of width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
+        f"{' and '.join(data.valid)}, {describe_embeddings(model.model_config)}."
     )

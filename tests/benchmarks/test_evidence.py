@@ -107,9 +107,9 @@ def test_an_arm_is_not_compared_where_its_search_ended_at_its_limit(planted, mon
 def test_the_picture_of_all_settings(planted):
     rows = {row.settings: row.differences for row in overview_figure(planted).data}
     assert list(rows) == [
-        ("6", "96", "0.29M", "0.1", "× 50", "wikitext-2"),
-        ("8", "128", "0.52M", "0.1", "× 50", "wikitext-2"),
-        ("8", "128", "0.52M", "0.1", "× 1", "wikitext-2"),
+        ("6", "96", "0.29M", "0.11", "0.1", "× 50", "wikitext-2"),
+        ("8", "128", "0.52M", "0.2", "0.1", "× 50", "wikitext-2"),
+        ("8", "128", "0.52M", "0.2", "0.1", "× 1", "wikitext-2"),
     ]
     smaller, short, _ = rows.values()
     assert abs(short["mudd"].mean + 0.2) < 0.02
@@ -157,7 +157,7 @@ def test_tables_of_planted_results(planted):
     # without a study of its own, a part does not show those of other parts
     assert sections["The embeddings"].startswith("Not run yet.")
     claim = table_row(sections["Claims"], "Four ways of MUDD beat one, dynamic")
-    assert claim[4].startswith("agrees: -0.") and claim[5] == "not run yet"
+    assert claim[5].startswith("agrees: -0.") and claim[6] == "not run yet"
     summary = pages.summary_sections(planted)["In short"]
     with_unscaled = table_row(summary, "`mudd`")[3]
     assert float(with_unscaled.strip("*").split()[0]) == pytest.approx(-0.2, abs=0.02)
@@ -251,8 +251,8 @@ def test_claims_without_a_result_are_in_a_list(planted):
     assert missing.startswith("Not run yet: ") and "; Re-allocation helps MUDD;" in missing
     assert experts in missing and experts not in table
     table, missing = claims_table(planted | {"moe": planted["short"]}).rsplit("\n\n", 1)
-    assert table_row(table, experts)[4].startswith("cannot tell")
-    assert table_row(table, experts)[5] == "–" and experts not in missing
+    assert table_row(table, experts)[5].startswith("cannot tell")
+    assert table_row(table, experts)[6] == "–" and experts not in missing
 
 
 def test_claims_of_planted_results(planted):
