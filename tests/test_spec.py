@@ -81,6 +81,9 @@ def test_numbers_and_enums_of_others_are_written_as_pythons():
     spec = make("hyper", streams=Streams.TWO, matrix=[[np.float64(0.5), 1.0]], dynamic=True)
     assert str(spec) == "hyper(streams=2, matrix=[[0.5, 1.0]], dynamic=True)"
     assert str(make("highway", bias=np.float64(-2))) == "highway(bias=-2.0)"
+    rows = ((0, np.float32(1)), [np.int64(1), np.float64(0.5)])
+    spec = make("hyper", streams=1, matrix=rows)
+    assert str(make(str(spec))) == str(spec) == "hyper(streams=1, matrix=((0, 1.0), [1, 0.5]))"
 
 
 def test_former_names():
@@ -191,6 +194,7 @@ def test_bad_keywords():
         ("mgr(eq14='litteral')", r"got 'litteral' \(did you mean 'literal'\?\)"),
         ("mhc(order='src')", "order must be one of 'src last', 'dst last', got 'src'"),
         ("mgr(gate='independent', eq14='literal', bias=1)", "bias and eq14 exclude each other"),
+        ("hyper(streams=1, matrix=[[0, 1e999], [1, 1]])", "numbers of matrix must be finite"),
         ("mgr(streams=6)", "Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
     ],
 )
@@ -217,6 +221,13 @@ def test_blocks_averaged_later_in_layers_of_different_lengths():
     assert every_fourth.blocks_averaged_later(first) == {0, 1, 2, 3, 4}
     every_fifth = DepthAverages(dilation=1, period=5, window=None)
     assert not every_fifth.blocks_averaged_later(first)
+
+
+def test_normed_sources_need_a_mixture_where_a_layer_begins():
+    sites = plan_layers([[("q", "k", "v"), ("mlp",)], [("mlp",)], [("q", "k", "v"), ("mlp",)]])
+    with pytest.raises(ValueError, match="needs the way r where a layer has no attention, as at s"):
+        make("mudd", normed=True, ways="q k v")(sites[2], 8, lambda port: nn.RMSNorm(8))
+    make("mudd", normed=True, ways="q k v r")(sites[2], 8, lambda port: nn.RMSNorm(8))
 
 
 def test_plan():

@@ -1,4 +1,4 @@
-"""The limit of torch.compile on the graphs of one function."""
+"""What torch.compile does by default, and connections need otherwise."""
 
 from typing import Any
 
@@ -14,3 +14,14 @@ def reset_compiler(graphs: int) -> None:
     torch.compiler.reset()
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
+
+
+def run_backward_without_autocast() -> None:
+    """Let compiled backward passes compute as eager ones do.
+
+    By default torch traces them under the autocast of their forward pass. The gradients of
+    coefficients, which are float32, would be computed in half precision.
+    """
+    import torch._functorch.config as functorch  # with torch.compile, and not with torch
+
+    functorch.backward_pass_autocast = "off"

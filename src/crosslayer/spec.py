@@ -10,6 +10,7 @@ import inspect
 import reprlib
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any, Literal, get_type_hints
 
 import torch
@@ -192,14 +193,16 @@ def _plain_value(value: Any) -> Any:
     """A value as Python's own type, whose text `_parse_spec` reads; numpy's numbers have others."""
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, list):
-        return [_plain_value(item) for item in value]
+    if isinstance(value, list | tuple):
+        items = [_plain_value(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, bool):
         return value
-    for plain in (str, float, int):
-        if isinstance(value, plain):
-            return plain(value)
-    return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def connection_name(spec: str) -> str:

@@ -212,6 +212,36 @@ def test_a_model_that_skips_layers_in_training_causes_a_warning():
     )  # fmt: skip
     with pytest.warns(UserWarning, match="skips layers at random .config.layerdrop is 0.5"):
         crosslayer.connect(transformers.OPTModel(config), "prenorm")
+    config = transformers.M2M100Config(
+        vocab_size=97, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_layerdrop=0.0, decoder_layerdrop=0.5,
+    )  # fmt: skip
+    decoder = transformers.M2M100Model(config).get_decoder()
+    with pytest.warns(UserWarning, match="at random .config.decoder_layerdrop is 0.5"):
+        crosslayer.connect(decoder, "prenorm")
+
+
+def test_a_dynamic_rope_is_as_it_was():
+    """It counts the longest input, and `connect` runs it on two tokens."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    )  # fmt: skip
+    plain = perturb_weights(transformers.LlamaForCausalLM(config).eval(), 0.3)
+    plain(torch.arange(40)[None])
+    model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
+    for length in (7, 40, 7):
+        tokens = torch.arange(length)[None]
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+def test_disconnect_under_another_default_device():
+    model = crosslayer.connect(build("llama"), "mudd")
+    with torch.device("meta"):
+        crosslayer.disconnect(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 @parametrize_cells(each_family())

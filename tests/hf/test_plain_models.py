@@ -30,6 +30,11 @@ from tests.hf.plain_models import (
 CONNECTIONS = ["mudd", "hyper", "denseformer", "mhc"]
 
 
+def test_new_widths_need_initial_values():
+    with pytest.raises(ValueError, match="reallocate makes new projections, and ModuleDict has no"):
+        crosslayer.connect(GPT(), "mudd", reallocate=True)
+
+
 @pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("spec", CONNECTIONS)
 def test_a_model_of_plain_torch(spec, kind, tmp_path):

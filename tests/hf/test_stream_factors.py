@@ -219,6 +219,11 @@ class InPlaceBlock(FactorBlock):
         return x + y
 
 
+def test_connections_that_norm_their_streams_are_refused():
+    with pytest.raises(ValueError, match=r"by keep, and resi_dual norms its streams itself"):
+        crosslayer.connect(FactorHost(), "resi_dual")
+
+
 def test_a_product_in_place_is_refused():
     with pytest.raises(ValueError, match="its own code computes with its arguments"):
         crosslayer.connect(InPlaceHost(), "mudd")

@@ -13,7 +13,9 @@ from transformers import Trainer, TrainingArguments
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.connection import find_connections
 from crosslayer.hf.adapters import _register_with_peft, register_with_imported_peft
+from crosslayer.recompute import enable_recompute
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf import sharded
 from tests.hf.backbones import (
@@ -214,6 +216,19 @@ def test_peft_trains_the_connections_too(tmp_path):
     assert torch.equal(output(loaded.eval(), "llama"), expected)
     with pytest.raises(ValueError, match=r"an adapter of PEFT trains a copy .* \(unload\) first"):
         crosslayer.disconnect(loaded)
+
+
+def test_recomputed_copies_of_an_adapter_exclude_checkpointed_layers():
+    import peft
+
+    model = connected("llama", "mudd")
+    enable_recompute(find_connections(model), "streams")
+    names = [f"connections.{i}" for i in range(2)]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
+    adapted = peft.get_peft_model(model, config).train()
+    adapted.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="cannot be combined with the recomputation of states"):
+        adapted(**inputs("llama"))
 
 
 @pytest.mark.parametrize("spec", [None, "hyper", "mudd(ways='qkvr')"])
@@ -458,6 +473,50 @@ def test_float32_streams_in_a_bfloat16_model(family, spec):
         cast = cast_inputs(family, torch.bfloat16)
         hidden_states = model(**cast, output_hidden_states=True).hidden_states
         assert all(state.dtype == torch.bfloat16 for state in hidden_states[:-1])
+
+
+class ByteLinear(nn.Module):
+    """A projection with quantised weights that are parameters, as bitsandbytes'."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.step = (linear.weight.abs().max() / 127).item()
+        rounded = (linear.weight.detach() / self.step).round().to(torch.int8)
+        self.weight = nn.Parameter(rounded, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.step)
+
+
+def test_float32_streams_where_the_first_weights_are_of_one_byte():
+    """Of a layer without a norm before its sub-layers, as OLMo 2's."""
+    plain = perturb_weights(build("olmo2").bfloat16(), 0.05)
+    for layer in plain.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, ByteLinear(child))
+    expected = plain(**inputs("olmo2")).logits
+    model = crosslayer.connect(copy.deepcopy(plain), "prenorm(stream_dtype='float32')")
+    actual = model(**inputs("olmo2")).logits
+    assert (actual - expected).norm() < 0.05 * expected.norm()
+
+
+def test_float32_streams_beside_norms_wider_than_their_model():
+    """transformers keeps GPT-OSS's norms in float32 in a float16 model."""
+    config = transformers.GptOssConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+        num_experts_per_tok=1, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config).half()
+    for layer in model.model.layers:
+        layer.input_layernorm.float()
+        layer.post_attention_layernorm.float()
+    model.model.norm.float()
+    connected = crosslayer.connect(model, "prenorm(stream_dtype='float32')")
+    assert connected(torch.arange(7)[None]).logits.dtype == torch.float16
 
 
 # Experts have no kernel for float64.

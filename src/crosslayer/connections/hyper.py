@@ -228,6 +228,8 @@ def _split_matrix(
             f"matrix must be {n + 1} by {n + 1} for {n} streams, or a list of such matrices, "
             f"got {matrix!r}"
         )
+    if not all(math.isfinite(number) for row in rows for number in row):
+        raise ValueError(f"the numbers of matrix must be finite, got {matrix!r}")
     if rows[0][0] != 0:
         raise ValueError(f"the first number of matrix must be 0, as in Eq. 17, got {rows[0][0]!r}")
     beta = list(rows[0][1:])

@@ -164,6 +164,12 @@ class Mudd(FusedNormConnection[History]):
                 "never mixed would be idle"
             )
         mixtures = _mixtures_at_site(ways, site)
+        opens_later_layer = site.opens_layer and site.index > 0 and not site.is_readout
+        if form.norms_sources and opens_later_layer and not mixtures:
+            raise ValueError(
+                f"normed={normed!r} needs the way r where a layer has no attention, as at "
+                f"{site.place}, got ways={ways!r}: the block before it would not be normed"
+            )
         mixture_of_way = _mixture_of_way(mixtures)
         averages = DepthAverages(dilation, period, window)
         sources = averages.averaged_blocks(site) if mixtures else ()

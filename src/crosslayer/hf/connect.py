@@ -181,7 +181,8 @@ def _describe_joint_inputs(backbone: Any, wiring: ModelWiring, spec: ConnectionS
 def _describe_skipped_layers(backbone: Any) -> Iterator[str]:
     """That a model skips layers in training, once for each option of its config that says so."""
     name = type(backbone).__name__
-    for key, part in (("layerdrop", ""), ("encoder_layerdrop", "Encoder")):
+    options = {"layerdrop": "", "encoder_layerdrop": "Encoder", "decoder_layerdrop": "Decoder"}
+    for key, part in options.items():
         share = getattr(getattr(backbone, "config", None), key, 0)
         if share and part in name:
             yield (

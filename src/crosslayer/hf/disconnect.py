@@ -135,7 +135,7 @@ def _max_input_difference(
     generator = torch.Generator().manual_seed(0)
 
     def random_stream() -> Tensor:
-        return torch.randn(1, 4, connections[0].dim, generator=generator).to(like)
+        return torch.randn(1, 4, connections[0].dim, generator=generator, device="cpu").to(like)
 
     h = random_stream()
     state = connections[0].init(h)

@@ -5,6 +5,7 @@ find it.
 """
 
 import copy
+import itertools
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
@@ -156,8 +157,14 @@ def copy_norm(owner: nn.Module, path: str) -> nn.Module:
 
 
 def _norm_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
-    """The dtype of a norm's weights; of its owner's where the norm has none."""
-    for parameters in (norm.parameters(recurse=False), owner.parameters()):
-        for parameter in parameters:
+    """The dtype that a host's sub-layers compute in: that of its matrices.
+
+    A norm may be wider than these. Quantised matrices, of one byte or of integers, do not say.
+    """
+    matrices = (parameter for parameter in owner.parameters() if parameter.ndim > 1)
+    for parameter in itertools.chain(matrices, norm.parameters(recurse=False), owner.parameters()):
+        if parameter.is_floating_point() and parameter.itemsize > 1:
             return parameter.dtype
-    raise AssertionError("a layer without parameters has no dtype")
+    raise ValueError(
+        f"stream_dtype: no parameter of {type(owner).__name__} says what dtype it computes in"
+    )

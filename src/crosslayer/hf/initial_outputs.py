@@ -49,8 +49,8 @@ def keeps_scale(norm: nn.Module, dim: int) -> bool:
     """
     if any(parameter.is_meta for parameter in norm.parameters()):
         return False  # its weights may be offloaded, and a copy would have all of the model's
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64, device="cpu")
     try:
         with gathered_parameters(norm.parameters()):
             tried = copy.deepcopy(norm).to("cpu", torch.float64).eval()

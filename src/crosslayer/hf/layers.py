@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..class_swap import swap_class
-from ..connection import SPLIT_PORTS, Connection
+from ..connection import SPLIT_PORTS, Connection, find_connections
 from ..recompute import RecomputedConnection, recompute_inputs
 from .arguments import join_arguments
 from .families import (
@@ -75,7 +75,7 @@ class ConnectedLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
-        if checkpointed and isinstance(self.connections[0], RecomputedConnection):
+        if checkpointed and _recomputes_states(self):
             raise ValueError(
                 "gradient checkpointing of layers cannot be combined with the recomputation "
                 'of states (recompute="streams" or "inversion"); choose one'
@@ -346,6 +346,12 @@ def _divide(y: Tensor, stream_scale: Tensor, connection: Connection[Any]) -> Ten
     """
     quotient = y.to(torch.promote_types(y.dtype, torch.float32)) / stream_scale
     return quotient if connection.stream_dtype is not None else quotient.to(y.dtype)
+
+
+def _recomputes_states(layer: Any) -> bool:
+    return any(
+        isinstance(connection, RecomputedConnection) for connection in find_connections(layer)
+    )
 
 
 def _scale_inputs(x: Any, scale: float | Tensor) -> Any:

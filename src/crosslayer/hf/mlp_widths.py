@@ -83,6 +83,11 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
         ValueError: the number of widths is not that of the layers.
     """
     layers = wiring.find_layers(backbone)
+    if not hasattr(backbone, "_init_weights"):
+        raise ValueError(
+            f"reallocate makes new projections, and {type(backbone).__name__} has no _init_weights "
+            "that gives them values"
+        )
     if len(widths) != len(layers):
         raise ValueError(
             f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}"

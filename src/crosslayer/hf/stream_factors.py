@@ -25,6 +25,10 @@ def check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpe
     factor = next((w.stream_factor for w in wiring.of_layers if w.stream_factor), "")
     if not factor:
         return
+    if spec.method.norms_its_stream:
+        raise ValueError(
+            f"its layers multiply their stream by {factor}, and {spec} norms its streams itself"
+        )
     _check_size_of_factors(backbone, wiring, spec)
     norms = {f"its final norm, {wiring.final},": final_norm(backbone, wiring)}
     for number, (layer, layer_wiring) in enumerate(wiring.wired_layers(backbone)):

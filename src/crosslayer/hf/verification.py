@@ -281,7 +281,7 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
         torch.no_grad(),
         torch.random.fork_rng(devices),
         device,
-        _restored_buffers(backbone, wiring.layers),
+        _restored_state(backbone, wiring.layers),
     ):
         try:
             inputs = _make_inputs(backbone, wiring.dim)
@@ -300,18 +300,28 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
 
 
 @contextmanager
-def _restored_buffers(backbone: nn.Module, layers: str) -> Iterator[None]:
-    """Restore the buffers outside the layers, which a forward may change, as BatchNorm does."""
-    buffers = [
-        (module, name, buffer, buffer.clone(), buffer._version)
+def _restored_state(backbone: nn.Module, layers: str) -> Iterator[None]:
+    """Restore the buffers and the attributes of modules outside the layers, which a forward may
+    change: BatchNorm's statistics, or the longest input that a dynamic RoPE has seen.
+    """
+    modules = [
+        module
         for path, module in backbone.named_modules()
         if not f"{path}.".startswith(f"{layers}.")
+    ]
+    attributes = [vars(module).copy() for module in modules]
+    buffers = [
+        (module, name, buffer, buffer.clone(), buffer._version)
+        for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_inference() and not buffer.is_meta
     ]
     try:
         yield
     finally:
+        for module, before in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(before)
         for module, name, buffer, value, version in buffers:
             module._buffers[name] = buffer
             if _has_changed(buffer, value, version):

@@ -39,7 +39,7 @@ def depth_attention(
 
 def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     """⟨q, RMS(X_l)⟩ of every source: [B T L] float32."""
-    return torch.stack([x @ q * rstd(x, eps) for x in map(upcast, X)], -1)
+    return torch.stack([rms(x, eps) @ q for x in X], -1)
 
 
 class _DepthAttention(Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rstd, upcast
+from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .products import mix_streams, project_back, project_manual_grad, row_dots, stream_gram
@@ -74,8 +74,7 @@ class _SinglePassConnection(Function):
         mixed = upcast(H) if res is None else mix_streams(upcast(H), res)
         written = torch.addcmul(mixed, beta[..., None], y[..., None, :]).to(H.dtype)
         x = mix_streams(written, pre[..., None]).squeeze(-2)
-        v = upcast(written).flatten(-2)
-        return x, written, project_manual_grad(v, W) * rstd(v, eps)[..., None]
+        return x, written, project_manual_grad(rms(written.flatten(-2), eps), W)
 
     @staticmethod
     def forward(

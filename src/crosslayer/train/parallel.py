@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ..class_swap import swap_class
-from ..compilation import reset_compiler
+from ..compilation import reset_compiler, run_backward_without_autocast
 from ..connection import Connection, State, find_connections
 from ..hf.attach import find_backbone
 from ..recompute import enable_recompute
@@ -271,6 +271,7 @@ def prepare_model(model: Any, engine: EngineSettings) -> Any:
     layers = wiring.find_layers(backbone)
     # each layer of a dense method has another graph, as its state has another number of tensors
     reset_compiler(graphs=2 * len(layers))
+    run_backward_without_autocast()
     if engine.compile == "model":
         return torch.compile(model)
     for layer in layers:

@@ -96,5 +96,10 @@ def test_a_zero_token_has_finite_gradients(spec, parallel):
     y = run_connections(sites, x)
     assert y.isfinite().all()
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    gradients = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    loss = y.square().sum()
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     assert all(g is None or g.isfinite().all() for g in gradients)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=True)
+    squares = sum(g.square().sum() for g in gradients if g is not None)
+    seconds = torch.autograd.grad(squares, leaves, allow_unused=True)
+    assert all(g is None or g.isfinite().all() for g in seconds)
