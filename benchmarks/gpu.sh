@@ -50,7 +50,14 @@ else
   against_peers=(--dims 2048 --variants kernel eager compiled peers --seconds 2)
   step=(--rounds 10) decode=(--seconds 3) memory=()
 fi
-[ -z "${SPECS:-}" ] || read -ra specs <<<"$SPECS"
+[ -z "${SPECS:-}" ] || mapfile -t specs < <("$PYTHON" -c '
+import sys
+from crosslayer.spec import split_specs
+print(*split_specs(sys.argv[1]), sep="\n")
+' "$SPECS")
+for name in $PARTS; do
+  [ -n "${LIMITS[$name]:-}" ] || { echo "gpu.sh: unknown part $name; known: ${!LIMITS[*]}" >&2 && exit 1; }
+done
 read -ra options_given <<<"${OPTIONS:-}"
 
 part() { # name, seconds, command: its output goes to $OUT/NAME.txt as it comes, its status to $OUT/parts.txt
@@ -97,7 +104,8 @@ for name in $PARTS; do
     correctness)
       run_tests correctness "${tests[@]}" tests/kernels/suite.py
       status=$?
-      if { [ $status != 0 ] && [ $status != 124 ] && [ $status != 137 ]; } || grep -q ' FAILED \|^FAILED ' "$temporary/log"; then
+      if { [ $status != 0 ] && [ $status != 124 ] && [ $status != 137 ]; } ||
+        grep -qE '(^| )(FAILED|ERROR) ' "$temporary/log"; then # of the tests that had time
         echo "stopped: kernels failed" | tee -a "$OUT/parts.txt"
         exit 1
       fi ;;
@@ -112,7 +120,6 @@ for name in $PARTS; do
         bench "$name" 100 --specs "$spec" "${options[@]}" || failed=1
       done ;;
     memory) bench memory 100 "${memory[@]}" || failed=1 ;;
-    *) echo "unknown part $name; known: ${!LIMITS[*]}" >&2 && exit 1 ;;
   esac
 done
 exit $failed

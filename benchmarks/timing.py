@@ -144,11 +144,20 @@ def time_interleaved(
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - begin > seconds:
             break
-        for name, keys in calls.items():
-            for key, call in keys.items():
-                ms = timer(call, launch_seconds[name][key])
-                timings[name].rounds_ms[key].append(ms)
+        for name in list(calls):
+            try:
+                _time_calls(calls[name], launch_seconds[name], timer, timings[name])
+            except Exception as error:
+                timings[name] = Timings({}, describe_error(error))
+                del calls[name]
     return {name: timings[name] for name in variants}
+
+
+def _time_calls(
+    calls: Calls, launch_seconds: dict[str, float], timer: Timer, timings: Timings
+) -> None:
+    for key, call in calls.items():
+        timings.rounds_ms[key].append(timer(call, launch_seconds[key]))
 
 
 def _warm_up(calls: Calls, device: torch.device) -> dict[str, float]:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import crosslayer
 from crosslayer.ops import (
@@ -24,6 +25,7 @@ from crosslayer.ops.products import (
     stream_gram,
 )
 from tests.support import chain
+from tests.support.one_rank import one_rank_mesh
 
 
 def test_sinkhorn_normalises_columns_and_differentiates_every_round():
@@ -217,6 +219,22 @@ def test_a_machine_without_triton_is_an_error(restore_kernels, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=message) as error:
         crosslayer.use_kernels(True)
     assert error.value.name == "triton"
+
+
+def test_a_build_for_amd_is_an_error(restore_kernels, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(RuntimeError, match="the kernels need an NVIDIA GPU"):
+        crosslayer.use_kernels(True)
+    assert not kernels_are_on()
+
+
+def test_sharded_tensors_have_no_kernel(restore_kernels, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
+    with one_rank_mesh() as mesh:
+        x = distribute_tensor(torch.randn(2, 3, 8), mesh, [Replicate()])
+        assert dispatch.uses_kernel(x.to_local()) and not dispatch.uses_kernel(x)
 
 
 def test_kernels_without_triton_are_an_error(restore_kernels, monkeypatch):

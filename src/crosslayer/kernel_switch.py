@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import ClassVar
 
+import torch
+
 from .ops import dispatch
 from .validation import check_option_type
 
@@ -16,7 +18,9 @@ from .validation import check_option_type
 class use_kernels:
     """Switch the Triton kernels on CUDA tensors on or off, from here on or within a `with` block.
 
-    The switch is the process's, not the thread's: blocks of several threads undo each other's.
+    The switch is the process's, not the thread's: blocks of several threads undo each other's. A
+    block must contain the backward pass too where `torch.utils.checkpoint` reruns the forward pass,
+    which raises an error if it then runs the other implementation.
 
         crosslayer.use_kernels(True)
         with crosslayer.use_kernels(False):
@@ -29,6 +33,7 @@ class use_kernels:
     Raises:
         ValueError: `enabled` is something else.
         ModuleNotFoundError: `enabled` is True and triton is not installed.
+        RuntimeError: kernels are switched on with a build of PyTorch for AMD.
     """
 
     _last_switched: "ClassVar[use_kernels | None]" = None  # unless a block has begun or ended since
@@ -44,6 +49,8 @@ class use_kernels:
                 raise ModuleNotFoundError(
                     "triton is not installed; pip install -e '.[kernels]'", name="triton"
                 )
+            if torch.version.hip is not None:
+                raise RuntimeError("the kernels need an NVIDIA GPU, and this PyTorch is for AMD")
             importlib.import_module("crosslayer.kernels")
         self._devices = ("cuda",) if enabled else ()
         self._devices_before = [dispatch.kernel_devices]  # what the end of each block restores

@@ -145,14 +145,17 @@ def test_a_failure_becomes_a_note():
     def fail():
         raise RuntimeError("two\nlines")
 
+    later = iter([None] * 3)
     builds = {
         "fails when called": lambda: {"step": fail},
+        "fails later": lambda: {"step": lambda: next(later)},
         "fails when built": fail,
         "works": lambda: {"step": lambda: None},
     }
-    timings = time_interleaved(builds, Timer(CPU), rounds=1, seconds=1)
-    assert [timing.note for timing in timings.values()] == [*2 * ["RuntimeError: two lines"], ""]
-    assert timings["works"].rounds == 1
+    timings = time_interleaved(builds, Timer(CPU), rounds=3, seconds=1)
+    notes = [timing.note for timing in timings.values()]
+    assert notes == ["RuntimeError: two lines", "StopIteration", "RuntimeError: two lines", ""]
+    assert timings["works"].rounds == 3
 
 
 def test_every_kernel_is_measured():
@@ -271,7 +274,7 @@ def run_campaign(out: Path, **variables: str) -> subprocess.CompletedProcess[str
 def test_gpu_campaign_at_toy_size(tmp_path):
     """Correctness, then the benchmarks."""
     pytest.importorskip("triton")
-    ran = run_campaign(tmp_path, LIMIT="200", SPECS="hyper")
+    ran = run_campaign(tmp_path, LIMIT="200", SPECS="hyper(streams=2, dynamic=False)")
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert "failed" not in (tmp_path / "parts.txt").read_text()
     assert "passed" in (tmp_path / "correctness.txt").read_text()
@@ -285,6 +288,12 @@ def test_gpu_campaign_stops_if_a_kernel_is_wrong(tmp_path):
     assert ran.returncode == 1
     assert "stopped: kernels failed" in (tmp_path / "parts.txt").read_text()
     assert not (tmp_path / "memory.csv").exists()
+
+
+def test_gpu_campaign_knows_its_parts_before_it_begins(tmp_path):
+    ran = run_campaign(tmp_path, PARTS="correctness steps")
+    assert ran.returncode == 1 and not (tmp_path / "parts.txt").exists()
+    assert ran.stderr.startswith("gpu.sh: unknown part steps; known: ")
 
 
 def test_gpu_campaign_needs_its_packages(tmp_path):

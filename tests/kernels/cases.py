@@ -43,6 +43,7 @@ CASES = {
     "project-2-each": project_case(2, 4, centred=True),
     "project-4-each-apart": project_case(4, 6, pending=4),
     "project-3-joint": project_case(3, 15, joint=True),
+    "project-3-joint-unweighted": project_case(3, 5, joint=True, centred=True, weighted=False),
     "project-4-joint-centred": project_case(4, 24, joint=True, centred=True),
     "project-2-first": project_case(2, 8, joint=True, pending=0),
     "project-6-joint": project_case(6, 48, joint=True),

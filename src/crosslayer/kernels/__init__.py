@@ -25,7 +25,7 @@ from ..ops.sinkhorn import sums_stay_positive
 from .attention import depth_attention
 from .gate import gate_pool
 from .hyper import fits_program, hyper_connection
-from .mix import depth_mix
+from .mix import depth_mix, has_few_sources
 from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
 from .single_pass import fits_program_and_dtype, single_pass_connection
@@ -34,7 +34,7 @@ from .streams import norms_before_rounding, width_connection
 
 register_kernel("add_norm", add_norm)
 register_kernel("depth_attention", depth_attention)
-register_kernel("depth_mix", depth_mix)
+register_kernel("depth_mix", depth_mix, supports=has_few_sources)
 register_kernel("gate_pool", gate_pool)
 register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)

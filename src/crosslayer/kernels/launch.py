@@ -144,8 +144,7 @@ def launch_kernel(
         **constants,
         **compiler_options(*options),
     )
-    # Its interpreter compiles nothing. On AMD it also looks at the size of a tensor's memory.
-    if compiled is not None and torch.version.hip is None:
+    if compiled is not None:  # triton's interpreter compiles nothing
         _compiled_kernels[key] = compiled
 
 
@@ -153,7 +152,7 @@ def compiler_options(num_warps: int, num_stages: int, max_registers: int | None)
     """The options of `launch_kernel` as triton takes them."""
     # The default of enable_fp_fusion, written out because triton 3.9 warns where it is not.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    if max_registers is not None and torch.version.hip is None:  # AMD's compiler has no such option
+    if max_registers is not None:
         options["maxnreg"] = max_registers
     return options
 

@@ -41,6 +41,14 @@ from .library_op import LibraryOp
 from .row_sums import repeat_conversion, sum_rows
 from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
+# A launch takes three pointers for each, and drivers before R530 take 4 KiB of arguments.
+MOST_SOURCES = 128
+
+
+def has_few_sources(X: tuple[Tensor, ...], *arguments: Any, **named_arguments: Any) -> bool:
+    """Whether the kernel supports as many sources."""
+    return len(X) <= MOST_SOURCES
+
 
 def depth_mix(
     X: tuple[Tensor, ...], w: Tensor, outputs: MixOutputs | None = None

@@ -35,7 +35,7 @@ def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple
     if y is None or norm is None or torch.promote_types(h.dtype, y.dtype) != h.dtype:
         h = add_write(h, y)
         return h, apply_norm(h, norm)
-    return _add_norm(h, y, *norm_arguments(norm))
+    return _add_norm(h, y.expand_as(h), *norm_arguments(norm))
 
 
 def memory_traffic_bytes(N: int, D: int, size: int, parameters: int) -> tuple[int, int]:

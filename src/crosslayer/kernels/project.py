@@ -58,6 +58,7 @@ def write_norm_project(
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`ops.write_norm_project`."""
+    Y = None if Y is None else Y.expand(*H.shape[:-2], Y.shape[-2], H.shape[-1])
     beta = None if beta is None else beta.float().expand(H.shape[:-1])
     H, z, *_ = _write_norm_project(H, Y, beta, W.float(), eps, centred)
     return H, z
@@ -145,6 +146,8 @@ def write_norm_project_forward(
     b = 1.0
     if WEIGHTED:
         b = tl.load(beta + t * n + s, mask=(t < N) & (s < n), other=0.0)
+    elif n != SIDE:  # one y for all streams, but none for those that pad them
+        b = tl.where(s < n, 1.0, 0.0)
     dots = tl.zeros([R, WIDE], tl.float32)
     mean = tl.zeros([R], tl.float32)
     spread = tl.zeros([R], tl.float32)

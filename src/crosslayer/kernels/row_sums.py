@@ -9,14 +9,10 @@ is left of all rows is reduced once.
 which a kernel computes on as a whole, or takes numbers out of with `pick_number`.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from .launch import INTERPRETED
-
-# Where PTX may be written inline: the interpreter has no assembly, and AMD another one.
-TAKES_PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 
 
 @triton.constexpr_function
@@ -84,7 +80,7 @@ def repeat_conversion(x):
     Otherwise it keeps the float32 row in registers instead of the row, which takes half of them.
     """
     PAIRS: tl.constexpr = x.numel >= 64  # in each thread of a warp
-    if TAKES_PTX and PAIRS and x.dtype.primitive_bitwidth == 16:
+    if not INTERPRETED and PAIRS and x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
         )

@@ -56,8 +56,10 @@ def single_pass_connection(
     norm: NormSpec | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.single_pass_connection`."""
-    res = None if res is None else res.float()
-    x, H, z, _ = _single_pass_connection(H, y, beta.float(), res, pre.float(), W.float(), eps)
+    *tokens, n, _ = H.shape
+    res = None if res is None else res.float().expand(*tokens, n, n)
+    beta, pre = (weights.float().expand(*tokens, n) for weights in (beta, pre))
+    x, H, z, _ = _single_pass_connection(H, y, beta, res, pre, W.float(), eps)
     return apply_norm(x, norm), H, z
 
 

@@ -57,7 +57,8 @@ def register_kernel(
 def uses_kernel(x: Tensor) -> bool:
     """Whether ops run their kernels on tensors like x."""
     supported = x.device.type in kernel_devices and x.dtype in _KERNEL_DTYPES
-    return supported and not is_transformed()
+    # A DTensor, known by its mesh as its class takes long to import, has no rules for kernels.
+    return supported and not is_transformed() and not hasattr(x, "device_mesh")
 
 
 def kernel_op(reference: Op) -> Op:
