@@ -37,6 +37,20 @@ def test_output_scale_is_applied_once(tmp_path):
     assert torch.equal(model(ids()).logits, loaded(ids()).logits)
 
 
+def test_output_scale_in_a_model_that_is_built_from_a_config():
+    model = crosslayer.connect(llama(), "hyper(output_scale='1/n')")
+    torch.manual_seed(0)
+    scaled = type(model)(model.config)
+    model.config.crosslayer = "hyper"
+    torch.manual_seed(0)
+    plain = type(model)(model.config)
+    assert scaled.model.connection_spec == "hyper(output_scale='1/n')"
+    for name, weight in plain.named_parameters():
+        is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = weight / 4 if is_output else weight
+        assert torch.equal(scaled.get_parameter(name), expected), name
+
+
 @pytest.mark.parametrize(
     "spec", ["hyper(output_scale='1/n')", "hyper(beta=0.5)", "mudd(normed='pre')"]
 )

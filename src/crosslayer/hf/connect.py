@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..connection import find_connections, plan
-from ..partitioned import gathered_parameters
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
 from .adapters import register_with_imported_peft
@@ -25,9 +24,9 @@ from .attach import (
     set_config_keys,
 )
 from .families import ModelWiring
-from .host_norms import find_attribute
 from .initial_outputs import KeptScales, find_kept_scales, looks_pretrained, reason_for_change
 from .mlp_widths import growing_widths, mlp_hidden_width
+from .output_weights import scale_output_weights
 from .projections import has_projection_names
 from .registration import register_with_diffusers
 from .sharding import keep_parameters_apart
@@ -107,7 +106,9 @@ def connect(
         ):
             if message:
                 warnings.warn(message, stacklevel=2)
-        scale_output_weights(backbone, wiring)  # Last, because an error does not restore weights.
+        scale_output_weights(
+            wiring.find_layers(backbone)
+        )  # Last, because an error does not restore weights.
     return model
 
 
@@ -248,27 +249,6 @@ def _has_head(model: Any) -> bool:
     model, whose config contains the part's.
     """
     return isinstance(model, PreTrainedModel) and model.base_model is not model
-
-
-@torch.no_grad()
-def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
-    """Multiply the weights of each sub-layer's output projection by its `output_scale`, in place.
-
-    `connect` does so once. What is loaded afterwards replaces the weights.
-    """
-    weights = {}  # by id: layers may share sub-layers
-    for layer in wiring.find_layers(backbone):
-        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=False):
-            if connection.output_scale == 1:
-                continue
-            for sublayer in sublayers:
-                path = f"{sublayer.module}.{sublayer.output_projection}"
-                projection = find_attribute(layer, path)
-                weight = getattr(projection, "weight", projection)
-                weights[id(weight)] = (weight, connection.output_scale)
-    for weight, scale in weights.values():  # once all are found
-        with gathered_parameters([weight], changes=True):
-            weight.mul_(scale)
 
 
 def _unshare_config(model: Any) -> None:

@@ -20,7 +20,8 @@ from .hidden_states import (
     replace_recorded,
 )
 from .host_norms import OwnedNorm
-from .layers import ReadoutNorm, make_readout
+from .layers import ConnectedLayer, ReadoutNorm, make_readout
+from .output_weights import scale_output_weights
 
 
 class ConnectedModel:
@@ -161,6 +162,8 @@ class ConnectedModel:
             _reset_missing_parameters(module)
         else:
             super()._init_weights(module)  # type: ignore[misc]
+            if isinstance(module, ConnectedLayer):  # transformers initialises what is in it first
+                scale_output_weights([module], lambda weight: not _is_loaded(weight))
 
     def _init_owned_norm(self, norm: Any) -> None:
         """Copy from the host's norm what the checkpoint lacks, if the checkpoint has the host's
