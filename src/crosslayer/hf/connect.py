@@ -106,9 +106,8 @@ def connect(
         ):
             if message:
                 warnings.warn(message, stacklevel=2)
-        scale_output_weights(
-            wiring.find_layers(backbone)
-        )  # Last, because an error does not restore weights.
+        # Last, because an error does not restore weights.
+        scale_output_weights(wiring.find_layers(backbone))
     return model
 
 
