@@ -40,7 +40,7 @@ class ConnectionSpec:
 
     Args:
         name: one of `available()`.
-        options: keyword arguments that differ from the defaults.
+        options: those that were given, by keyword.
     """
 
     name: str
