@@ -25,6 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from crosslayer.data.tokenizing import BYTE_TOKENIZER
 from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json, write_json
 from crosslayer.intervals import mean_and_std
@@ -187,24 +188,28 @@ def load_runs(folder: Path) -> list[RetrofitRun]:
             raise ValueError(f"{file}: not a result of `run`") from None
     if not any(run.connection == "prenorm" for run in runs):
         raise ValueError(f"{folder}: has no result of prenorm, the baseline")
+    if all(run.connection == "prenorm" for run in runs):
+        raise ValueError(f"{folder}: has results of prenorm alone, and no connection to compare")
     return runs
 
 
 def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
     """Lines of markdown: setup, figure and table."""
     options, environment = runs[0].settings, runs[0].environment
+    unit = "byte" if options["tokenizer"] == BYTE_TOKENIZER else "token"
+    optimizer = {"adamw": "AdamW", "muon": "Muon"}[options["optimizer"]]
     lines = [
         (
-            f"## {options['steps']} steps of {options['batch']} × {options['context']} bytes of "
+            f"## {options['steps']} steps of {options['batch']} × {options['context']} {unit}s of "
             f"{options['data']}"
         ),
         "",
         (
             f"A {options['family']} backbone of {options['layers']} layers, width "
-            f"{options['dim']}, {options['heads']} heads; AdamW at {options['lr']:g}, "
+            f"{options['dim']}, {options['heads']} heads; {optimizer} at {options['lr']:g}, "
             f"{options['precision']}; on "
             f"{environment['device']}, torch {environment['torch']}, crosslayer "
-            f"{environment['crosslayer']}. Losses in nats per byte on held-out text; differences "
+            f"{environment['crosslayer']}. Losses in nats per {unit} on held-out text; differences "
             "seed by seed, ± their standard deviation."
         ),
         "",
@@ -276,14 +281,15 @@ def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
         left.set_ylabel("final loss minus prenorm's, nats per byte")
 
         shown = "mudd" if "mudd" in connections else connections[0]
-        curves = {"prenorm": baseline[0].curve}
+        seed = min(baseline)
+        curves = {"prenorm": baseline[seed].curve}
         for connection, switch in sorted(groups):
-            if connection == shown and 0 in groups[connection, switch]:
-                curves[f"{shown} from step {switch}"] = groups[connection, switch][0].curve
+            if connection == shown and seed in groups[connection, switch]:
+                curves[f"{shown} from step {switch}"] = groups[connection, switch][seed].curve
         for colour, (label, curve) in zip(cycle((BLACK, *HUES)), curves.items(), strict=False):
             right.plot(*zip(*curve, strict=True), color=colour, label=label, linewidth=1.4)
         # the first quarter's steep fall would hide the rest
-        right.set_ylim(top=baseline[0].curve[len(baseline[0].curve) // 4][1] * 1.05)
+        right.set_ylim(top=baseline[seed].curve[len(baseline[seed].curve) // 4][1] * 1.05)
         right.set_xlabel("step")
         right.set_ylabel("validation loss")
 

@@ -36,8 +36,16 @@ def data_mark(results: str) -> str:
 
 
 def replace_table(page: str, table: str) -> str:
-    """The page with another table of results."""
-    return re.sub(r"(<!-- results -->\n)(?:\|.*\n)+", lambda match: match[1] + table, page)
+    """The page with another table of results.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    marked = r"(<!-- results -->\n)(?:\|.*\n)+"
+    page, count = re.subn(marked, lambda match: match[1] + table, page)
+    if not count:
+        raise ValueError("the page has no table after <!-- results -->")
+    return page
 
 
 def main(file: Path) -> None:

@@ -14,7 +14,8 @@ def p_value(estimate: MeanEstimate) -> float:
     """Of the hypothesis that the mean is zero, two-sided, by Student's t."""
     if estimate.error == 0:
         return float(estimate.mean == 0)
-    return 2 * float(stats.t.sf(abs(estimate.mean) / estimate.error, estimate.freedom))
+    freedom = max(1, int(estimate.freedom))  # as the interval has it
+    return 2 * float(stats.t.sf(abs(estimate.mean) / estimate.error, freedom))
 
 
 def remaining_after_holm(

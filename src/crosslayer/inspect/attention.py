@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from .moments import RunningMoments
-from .observation import ModelInputs, model_arguments
+from .observation import ModelInputs, model_arguments, run_headless_model
 
 # Tokens of the first sequence whose patterns are kept.
 _PATTERN_TOKENS = 32
@@ -74,6 +74,8 @@ def measure_head_activations(
         if len(mixers) != 1:
             raise ValueError(f"expected one attention in each layer, got {mixers}")
         attentions.append(layer.get_submodule(mixers[0]))
+    if len(set(attentions)) < len(attentions):
+        raise ValueError("layers share an attention, whose heads are then those of several layers")
     with evaluation_mode(model), _eager_attention(model), recorder.attached_to(attentions):
         for batch in batches:
             if "input_ids" not in batch:
@@ -85,7 +87,7 @@ def measure_head_activations(
             recorder.mask = mask
             # Positions count from the first token that is not padding.
             recorder.is_sink = (mask.cumsum(-1) <= 2) | torch.isin(ids, sinks)
-            backbone(**model_arguments(batch, device))
+            run_headless_model(model, model_arguments(batch, device))
     if recorder.patterns is None:
         raise ValueError("the batches have no token")
     active = torch.stack([moments.mean for moments in recorder.active])
@@ -123,8 +125,9 @@ class _HeadRecorder:
         attends_content = ~self.is_sink[:, None].expand(-1, top.shape[1], -1).gather(-1, top)
         self.active[layer].add(attends_content.float().mean(1)[self.mask])
         if layer == self.pattern_layer and self.patterns is None:
-            first = self.mask[0].nonzero().flatten()[:_PATTERN_TOKENS]
-            self.patterns = A[0][:, first][:, :, first].float().cpu()
+            row = int(self.mask.any(-1).nonzero()[0])  # the first sequence that has a token
+            first = self.mask[row].nonzero().flatten()[:_PATTERN_TOKENS]
+            self.patterns = A[row][:, first][:, :, first].float().cpu()
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def find_map_findings(unfolded: UnfoldedMap) -> MapFindings:
         attention_share=attention_share,
         attention_reach=_attention_reach(weights, unfolded),
         wasted=_wasted_sources(weights, unfolded.sources),
-        opposite_signs=_opposite_signs(unfolded),
+        opposite_signs=_opposite_signs(unfolded) if unfolded.has_streams else [],
     )
 
 

@@ -55,10 +55,11 @@ class TokenSample:
         """values: [N …]."""
         first = -self._seen % self._stride
         self._seen += len(values)
-        self._kept.append(values.detach()[first :: self._stride].cpu())
+        # a slice would keep all of the memory that it is of
+        self._kept.append(values.detach()[first :: self._stride].cpu().clone())
         self._size += len(self._kept[-1])
         while self._size > self.limit:
-            self._kept = [torch.cat(self._kept)[::2]]
+            self._kept = [torch.cat(self._kept)[::2].clone()]
             self._size = len(self._kept[0])
             self._stride *= 2
 

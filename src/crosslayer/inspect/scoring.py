@@ -7,7 +7,6 @@ by the `labels` of these, as transformers' language models are.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .observation import LABELS, ModelInputs, model_arguments
@@ -28,12 +27,11 @@ def score_targets(batch: ModelInputs) -> Tensor:
     if "input_ids" not in batch:
         raise ValueError("there is no loss: the classes are not those of the model's classifier")
     ids = batch["input_ids"]
-    if LABELS in batch:
-        return F.pad(batch[LABELS][:, 1:], (0, 1), value=NO_TARGET)
+    wanted = batch.get(LABELS, ids)
     mask = batch.get("attention_mask", torch.ones_like(ids))
     targets = torch.full_like(ids, NO_TARGET)
     has_next = (mask[:, :-1] * mask[:, 1:]).bool()
-    targets[:, :-1] = torch.where(has_next, ids[:, 1:], NO_TARGET)
+    targets[:, :-1] = torch.where(has_next, wanted[:, 1:], NO_TARGET)
     return targets
 
 

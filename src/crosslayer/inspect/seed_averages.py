@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .gates import GateStatistics, share_bins
+from .group_weights import GroupWeights
 from .inspection import ModelInspection
 
 # Keys of a config that say where a model comes from, not what it is.
@@ -120,15 +121,8 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
     first = values[0]
     if any(value is None for value in values):
         return None
-    if isinstance(first, GateStatistics):
-        values = share_bins(values)
     if dataclasses.is_dataclass(first):
-        fields = [field.name for field in dataclasses.fields(first)]
-        combined = {
-            field: combine_values([getattr(value, field) for value in values], combine)
-            for field in fields
-        }
-        return dataclasses.replace(first, **combined)  # type: ignore[type-var]
+        return _combine_fields(values, combine)
     if isinstance(first, dict):
         return {key: combine_values([value[key] for value in values], combine) for key in first}
     if isinstance(first, Tensor):
@@ -144,6 +138,20 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
     if all(_is_text(item) for item in items) or all(isinstance(item, int) for item in items):
         return first if all(value == first for value in values) else _merge_texts(values)
     return [combine_values(list(items), combine) for items in zip(*values, strict=True)]
+
+
+def _combine_fields(values: Sequence[Any], combine: Combine) -> Any:
+    """Dataclasses of one kind."""
+    first = values[0]
+    if isinstance(first, GateStatistics):
+        values = share_bins(values)
+    if isinstance(first, GroupWeights) and any(value.names != first.names for value in values):
+        raise ValueError("the seeds have other weights that differ between samples")
+    combined = {
+        field.name: combine_values([getattr(value, field.name) for value in values], combine)
+        for field in dataclasses.fields(first)
+    }
+    return dataclasses.replace(first, **combined)
 
 
 def _combine_numbers(values: Sequence[float], combine: Combine) -> float:

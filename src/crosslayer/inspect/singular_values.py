@@ -37,7 +37,8 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
     layers = wiring.find_layers(backbone)
     for layer in layers:
         for name, parameter in layer.named_parameters():
-            if parameter.dim() == 2 and not name.startswith("connections."):
+            is_matrix = parameter.dim() == 2 and parameter.is_floating_point()  # not packed
+            if is_matrix and not name.startswith("connections."):
                 matrices.setdefault(name.removesuffix(".weight"), []).append(parameter)
     names = []
     values = []

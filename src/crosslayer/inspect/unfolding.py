@@ -10,6 +10,7 @@ norm on the stream) have no single number c_kj. The number is then the projectio
 ⟨c_kj ⊙ y_j, y_j⟩ / ‖y_j‖².
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +156,7 @@ class _BatchMap:
         self.fractions = connection.fractions
         self.is_channelwise = connection.weighs_channels
         tokens = len(visit.parts)
-        self.stride = max(1, tokens // CHANNELWISE_TOKENS) if self.is_channelwise else 1
+        self.stride = math.ceil(tokens / CHANNELWISE_TOKENS) if self.is_channelwise else 1
         parts = visit.parts[:: self.stride]
         self.sources = parts.new_zeros(len(parts), connection.site.depth + 2, connection.dim)
         self.rows: list[Tensor] = []

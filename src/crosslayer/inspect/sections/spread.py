@@ -31,7 +31,8 @@ def _distance_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
         "values": values.flip(0),
         "rows": blocks[:0:-1],
         "columns": blocks[:-1],
-        "names": ("its subsequent n-th block", "initial block ℓ"),
+        "row_title": "its subsequent n-th block",
+        "column_title": "initial block ℓ",
         "unit": "angular distance, of π",
     }
 
