@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
@@ -18,8 +19,9 @@ from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
 from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
+from crosslayer.inspect.figures import draw_lines
 from crosslayer.inspect.gates import GateRecorder, _GateRecord
-from crosslayer.inspect.group_weights import compare_groups
+from crosslayer.inspect.group_weights import GroupWeights, compare_groups
 from crosslayer.inspect.image_batches import join_batches, make_image_batches
 from crosslayer.inspect.inspection import (
     ANALYSES,
@@ -28,7 +30,9 @@ from crosslayer.inspect.inspection import (
     inspect_model,
 )
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
+from crosslayer.inspect.moments import TokenSample
 from crosslayer.inspect.over_steps import collect_scalars, distance_to_last, split_runs
+from crosslayer.inspect.scoring import NO_TARGET, score_targets
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.seed_averages import (
     average_groups,
@@ -110,6 +114,59 @@ def test_the_spread_in_pictures(seeds):
     rms = torch.tensor([[site.output_rms for site in seed["scales"]] for seed in seeds]).double()
     assert list(lines["deviations"]) == ["mean"]
     assert lines["deviations"]["mean"] == pytest.approx(rms.std(0).tolist(), rel=1e-4)
+
+
+def test_every_section_is_drawn_of_a_mean():
+    models = [language_model("mgr", layers=3) for _ in range(2)]
+    perturb_weights(models[1], 0.1)
+    analyses = {analysis for section in SECTIONS for analysis in section.analyses}
+    names = ("first", "second")
+    inspections = [
+        inspect_model(name, InspectionSubject(model, BATCHES), analyses)
+        for name, model in zip(names, models, strict=True)
+    ]
+    mean = average_seeds(inspections, "mean")
+    drawn = set()
+    for section in SECTIONS:
+        for _, draw in section.panels([mean]):
+            draw(Figure().subplots())
+            drawn.add(section.name)
+    assert {"distances", "unfolded", "mixing", "streams", "scales"} <= drawn
+
+
+def test_classes_of_fractions_have_names():
+    model = language_model("frac(fractions=2)")
+    found = compare_groups(model, {"a": BATCHES, "b": BATCHES})
+    assert "α1,[1]" in found.names and len(found.names) == found.mean.shape[1]
+
+
+def test_means_of_other_weights_are_refused():
+    values = [
+        GroupWeights(["a"], [1], [name], *[torch.ones(1, 1)] * 3, torch.ones(1))
+        for name in ("α1,0", "α2,0")
+    ]
+    with pytest.raises(ValueError, match="other weights that differ"):
+        combine_values(values, seed_mean)
+
+
+def test_negative_values_are_in_the_picture():
+    axes = Figure().subplots()
+    draw_lines(axes, list("0123"), [("m", [1.0, 0.4, 0.01, -0.3])], name="cosine")
+    assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -0.3
+
+
+def test_labels_on_padding_are_not_scored():
+    ids = torch.ones(2, 5, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    targets = score_targets({"input_ids": ids, "attention_mask": mask, "labels": ids})
+    assert targets.ne(NO_TARGET).sum(1).tolist() == [4, 2]
+
+
+def test_a_sample_of_tokens_keeps_no_more_than_itself():
+    sample = TokenSample(limit=64)
+    for _ in range(20):
+        sample.add(torch.randn(100, 3))
+    assert sum(kept.untyped_storage().nbytes() for kept in sample._kept) <= 4 * 64 * 3
 
 
 def test_a_mixed_bag_is_averaged_by_configuration(seeds):
