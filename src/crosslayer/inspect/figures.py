@@ -99,8 +99,8 @@ def draw_lines(
     low, high = limits or positive_limits([values for _, values in lines])
     if limits is not None:
         axes.set_ylim(low / 1.15, high * 1.15)
-    has_others = any(value <= 0 for _, values in lines for value in values)  # NaN is none
-    if high > LOG_RATIO * low and not has_others:
+    has_negative = any(value <= 0 for _, values in lines for value in values)
+    if high > LOG_RATIO * low and not has_negative:
         use_log_scale(axes)
     label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_ylabel(name)

@@ -39,7 +39,14 @@ def depth_attention(
 
 def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     """⟨q, RMS(X_l)⟩ of every source: [B T L] float32."""
-    return torch.stack([rms(x, eps) @ q for x in X], -1)
+    return torch.stack([_score(upcast(x), q, eps) for x in X], -1)
+
+
+def _score(x: Tensor, q: Tensor, eps: float) -> Tensor:
+    """⟨q, RMS(x)⟩. Autograd keeps x alone for it, not RMS(x), and its second derivative is finite
+    where x is zero, as that of `rstd` is not.
+    """
+    return x @ q * torch.rsqrt(x.square().mean(-1) + eps)
 
 
 class _DepthAttention(Function):
