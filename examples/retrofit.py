@@ -193,10 +193,15 @@ def load_runs(folder: Path) -> list[RetrofitRun]:
     return runs
 
 
+def unit_of_loss(settings: dict[str, Any]) -> str:
+    """What a loss is of."""
+    return "byte" if settings["tokenizer"] == BYTE_TOKENIZER else "token"
+
+
 def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
     """Lines of markdown: setup, figure and table."""
     options, environment = runs[0].settings, runs[0].environment
-    unit = "byte" if options["tokenizer"] == BYTE_TOKENIZER else "token"
+    unit = unit_of_loss(options)
     optimizer = {"adamw": "AdamW", "muon": "Muon"}[options["optimizer"]]
     lines = [
         (
@@ -278,7 +283,7 @@ def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
                     means.append(mean_and_std(differences).mean)
             left.plot(shares, means, label=connection, markersize=4, **line_look(number))
         left.set_xlabel("connected after this share of the steps")
-        left.set_ylabel("final loss minus prenorm's, nats per byte")
+        left.set_ylabel("final loss minus prenorm's, nats per " + unit_of_loss(runs[0].settings))
 
         shown = "mudd" if "mudd" in connections else connections[0]
         seed = min(baseline)

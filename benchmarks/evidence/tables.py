@@ -16,10 +16,9 @@ from benchmarks.evidence.holm import LEVEL, remaining_after_holm
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
-    LONG_STUDY,
-    LONGEST_STUDY,
     NOVELS_STUDY,
     SMALL_STUDY,
+    TWENTY_TOKENS_STUDY,
     UNSCALED,
     Part,
     Plan,
@@ -56,20 +55,6 @@ CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", WHEN_SMALL, WITH_UNSCALED),
     *("training", "forward", "decoding"),
 )
-# Of the summary: which study's losses, and when they are read.
-SUMMARY_LOSSES: dict[str, tuple[str, Measure]] = {
-    "20 tokens a parameter": (LONGEST_STUDY, "end"),
-    "0.2 tokens a parameter": (FIRST_STUDY, "end"),
-    "0.2, embeddings × 1": (UNSCALED + FIRST_STUDY, "end"),
-    "0.8 tokens a parameter": (LONG_STUDY, "end"),
-    "0.2, at equal time": (FIRST_STUDY, "equal time"),
-}
-SUMMARY_SPEEDS = {
-    "training speed": "training",
-    "forward speed": "forward",
-    "decoding speed": "decoding",
-}
-INITIAL_STD = 0.02  # of Llama's weights
 Cells = dict[str, str]
 
 
@@ -217,7 +202,7 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     known = plans.keys() | studies.keys()
     # for each setting, the study that takes the place of each that claims name
     settings = {
-        "20 tokens a parameter": {FIRST_STUDY: LONGEST_STUDY},
+        "20 tokens a parameter": {FIRST_STUDY: TWENTY_TOKENS_STUDY},
         "embeddings × 50": {name: name for name in known},
         "embeddings × 1": {
             name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
@@ -332,38 +317,13 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
                 continue
             cells = arm_cells(study, arm.name)
             for column, each in columns.items():
-                cells[column] = _format_difference(difference_to_baseline(each, arm.name))
+                cells[column] = format_difference(difference_to_baseline(each, arm.name))
             rows.append(cells)
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows) if rows else ""
     return tables
 
 
-def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
-    """The arms that have a result in the first study, in short, and how they were run."""
-    study = studies[FIRST_STUDY]
-    rows = []
-    for name in arms:
-        if not study.runs(name):
-            continue
-        row = {"connection": f"`{name}`"}
-        for column, (source, at) in SUMMARY_LOSSES.items():
-            row[column] = _summary_loss(studies.get(source), name, at)
-        cells = arm_cells(study, name)
-        for column, speed in SUMMARY_SPEEDS.items():
-            row[column], _, _ = cells[speed].partition(" ± ")
-        rows.append(row)
-    return f"{markdown_table(tuple(rows[0]), rows)}\n\n{_describe_models(studies)}"
-
-
-def _summary_loss(study: Study | None, name: str, at: Measure) -> str:
-    """Of pre-norm the loss, like "4.473", and of another arm the difference to it."""
-    if name != BASELINE:
-        return _format_difference(difference_to_baseline(study, name, at))
-    loss = None if study is None else sum_losses({FIRST_STUDY: study}, {name: 1}, at)
-    return NOT_KNOWN if loss is None else f"{loss.mean:.3f}"
-
-
-def _format_difference(interval: Interval | None) -> str:
+def format_difference(interval: Interval | None) -> str:
     """Like "**-0.58 ± 0.05**": bold where the interval excludes zero."""
     text = _format_half_width(interval)
     return f"**{text}**" if interval is not None and interval.sign else text
@@ -387,35 +347,3 @@ def describe_embeddings(model_config: Mapping[str, float]) -> str:
     if "initializer_range" in model_config:
         return f"initializer_range {model_config['initializer_range']:g}"
     return f"embeddings × {model_config.get('embedding_multiplier', 1):g}"
-
-
-def _describe_models(studies: Mapping[str, Study]) -> str:
-    model, _, _, _ = studies[FIRST_STUDY].comparison.recipe.settings()
-    factor = model.model_config.get("embedding_multiplier", 1)
-    columns = [
-        f"{column}: {_describe_model(studies[source])}"
-        for column, (source, at) in SUMMARY_LOSSES.items()
-        if at == "end" and source in studies and source != UNSCALED + FIRST_STUDY
-    ]
-    return (
-        "The loss of pre-norm in nats a token, and the differences of the others to it, with 95 % "
-        "intervals, bold where the interval excludes zero. –: not run. Llamas with a warm-up of a "
-        "tenth of the steps. Each connection has its own best learning rate, found with seed 0 "
-        "among rates a factor of 2 apart; means of three or five seeds. "
-        f"{' '.join(columns)} "
-        f"Token embeddings × {factor:g} start at a standard deviation of {factor * INITIAL_STD:g} "
-        f"and change {factor:g} times as fast; embeddings × 1 are Llama's own, which start at "
-        f"{INITIAL_STD:g}. At equal time: the losses at the time when the fastest connection has "
-        "finished. The learning rates of the others are still falling then, which makes them look "
-        "worse. Speeds are those of the model of 8 layers, as multiples of pre-norm's, on one CPU "
-        "core in float32, without fused kernels."
-    )
-
-
-def _describe_model(study: Study) -> str:
-    """Like "8 layers of width 128, 0.5M tokens of wikitext-2, embeddings × 50."."""
-    model, data, _, _ = study.comparison.recipe.settings()
-    return (
-        f"{model.layers} layers of width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
-        f"{' and '.join(data.valid)}, {describe_embeddings(model.model_config)}."
-    )

@@ -22,6 +22,6 @@ def run_backward_without_autocast() -> None:
     By default torch traces them under the autocast of their forward pass. The gradients of
     coefficients, which are float32, would be computed in half precision.
     """
-    import torch._functorch.config as functorch  # with torch.compile, and not with torch
+    import torch._functorch.config as functorch  # `import torch` leaves it out
 
     functorch.backward_pass_autocast = "off"

@@ -464,7 +464,7 @@ def autocast_disabled(state: State) -> torch.autocast:
 
 
 def norm_dtype(norm: nn.Module) -> torch.dtype | None:
-    """The dtype of the weight of a norm, or of the host's norm that it refers to."""
+    """The dtype of the sub-layer after a norm: what a norm of a host says, or its weight's."""
     own_dtype: torch.dtype | None = getattr(norm, "dtype", None)
     if own_dtype is not None:
         return own_dtype

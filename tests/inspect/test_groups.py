@@ -137,7 +137,7 @@ def test_every_section_is_drawn_of_a_mean():
 def test_classes_of_fractions_have_names():
     model = language_model("frac(fractions=2)")
     found = compare_groups(model, {"a": BATCHES, "b": BATCHES})
-    assert "α1,[1]" in found.names and len(found.names) == found.mean.shape[1]
+    assert "α1,mlp [0]" in found.names and len(found.names) == found.mean.shape[1]
 
 
 def test_means_of_other_weights_are_refused():

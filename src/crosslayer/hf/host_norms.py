@@ -57,7 +57,7 @@ class NormReference(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return _norm_dtype(self.host_norm_module(), self.owner[0])
+        return _sublayer_dtype(self.host_norm_module(), self.owner[0])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.host_norm_module()(x) if self.path else x
@@ -104,7 +104,7 @@ class NormFunction(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return _norm_dtype(self, self.owner[0])
+        return _sublayer_dtype(self, self.owner[0])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
@@ -129,7 +129,7 @@ class OwnedNorm:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _norm_dtype(self, self.owner[0])
+        return _sublayer_dtype(self, self.owner[0])
 
     @torch.no_grad()
     def copy_from_host(self, names: Iterable[str]) -> None:
@@ -156,7 +156,7 @@ def copy_norm(owner: nn.Module, path: str) -> nn.Module:
     return norm
 
 
-def _norm_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
+def _sublayer_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
     """The dtype that a host's sub-layers compute in: that of its matrices.
 
     A norm may be wider than these. Quantised matrices, of one byte or of integers, do not say.

@@ -80,7 +80,8 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
         widths: one hidden width for each layer.
 
     Raises:
-        ValueError: the number of widths is not that of the layers.
+        ValueError: the number of widths is not that of the layers, or the backbone has no
+            initialisation.
     """
     layers = wiring.find_layers(backbone)
     if not hasattr(backbone, "_init_weights"):

@@ -7,13 +7,11 @@ which tokens it takes. Here a sample counts once, with the mean over its tokens.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection
-from .mixing_summary import per_token_weights
+from .mixing_summary import label_fractions, per_token_weights
 from .observation import ModelInputs, SiteVisit, observe_model
 
 # Weights whose standard deviation over all samples is smaller are the same for every sample.
@@ -66,7 +64,9 @@ class _LastWeightsAnalysis:
             self._add("write", visit, write, [f"β{part + 1}" for part in range(write.shape[-1])])
             return
         read, carry = (per_token_weights(matrix) for matrix in (weights.read, weights.carry))
-        inputs = ["0"] if read.shape[-2] == 1 else _input_names(connection)
+        inputs = ["0"]
+        if read.shape[-2] > 1:
+            inputs = label_fractions(list(connection.ports), connection.fractions)
         self._add("read", visit, read.flatten(1), _alpha_names(inputs, read.shape[-1]))
         streams = [str(part + 1) for part in range(carry.shape[-2])]
         self._add("carry", visit, carry.flatten(1), _alpha_names(streams, carry.shape[-1]))
@@ -129,15 +129,6 @@ def compare_groups(
         std=torch.stack([row.std(0, correction=0) for row in rows]),
         between_groups=between / everything.var(0, correction=0),
     )
-
-
-def _input_names(connection: Connection[Any]) -> list[str]:
-    """One for each port and, where there are several, each fraction of its input."""
-    if connection.fractions == 1:
-        return list(connection.ports)
-    ports = connection.ports if len(connection.ports) > 1 else ("",)
-    fractions = range(1, connection.fractions + 1)
-    return [f"{port}[{number}]" for port in ports for number in fractions]
 
 
 def _alpha_names(targets: list[str], parts: int) -> list[str]:

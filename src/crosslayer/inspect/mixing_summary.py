@@ -119,9 +119,14 @@ class MixingAnalysis:
 def _input_labels(connection: Connection[Any], rows: int) -> list[str]:
     """A label for each row of a read: an input, or a fraction of one."""
     labels = input_labels(connection, rows // connection.fractions)
-    if connection.fractions == 1:
-        return labels
-    return [f"{label} [{part}]" for label in labels for part in range(connection.fractions)]
+    return label_fractions(labels, connection.fractions)
+
+
+def label_fractions(inputs: list[str], fractions: int) -> list[str]:
+    """A label for each fraction of each input, like "2.mlp [0]"; of a whole one its own."""
+    if fractions == 1:
+        return inputs
+    return [f"{label} [{part}]" for label in inputs for part in range(fractions)]
 
 
 def _part_labels(visit: SiteVisit) -> list[str]:
