@@ -151,8 +151,24 @@ def test_means_of_other_weights_are_refused():
 
 def test_negative_values_are_in_the_picture():
     axes = Figure().subplots()
-    draw_lines(axes, list("0123"), [("m", [1.0, 0.4, 0.01, -0.3])], name="cosine")
+    draw_lines(axes, [list("0123")], [("m", [1.0, 0.4, 0.01, -0.3])], name="cosine")
     assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -0.3
+
+
+def test_models_of_different_sites_share_an_axis_by_label():
+    axes = Figure().subplots()
+    sites = [
+        ["0.attn+mlp", "1.attn+mlp", "readout"],
+        [*(f"{layer}.{port}" for layer in range(3) for port in ("attn", "mlp")), "readout"],
+    ]
+    lines = [(name, [1.0] * len(own)) for name, own in zip("ab", sites, strict=True)]
+    draw_lines(axes, sites, lines, name="RMS")
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    ticks = dict(zip(axes.get_xticks(), labels, strict=True))
+    assert len(ticks) == 9 and ticks[8] == "readout"
+    for line, own in zip(axes.get_lines(), sites, strict=True):
+        assert [ticks[place] for place in line.get_xdata()] == own
+        assert sorted(line.get_xdata()) == list(line.get_xdata())
 
 
 def test_labels_on_padding_are_not_scored():
@@ -281,6 +297,10 @@ def test_batches_of_images(images, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.2], "image_std": [0.4]}')
     batch = make_image_batches(images, vision_config(), tmp_path, 1, 3)["2"][0]
     assert batch["pixel_values"].unique().tolist() == pytest.approx([-0.5])
+    settings = '{"image_mean": [0.2], "image_std": [0.4], "do_normalize": false}'
+    (tmp_path / "preprocessor_config.json").write_text(settings)
+    batch = make_image_batches(images, vision_config(), tmp_path, 1, 3)["2"][0]
+    assert batch["pixel_values"].unique().tolist() == [0]
     for name in ("3", "10000"):
         (tmp_path / "more" / name).mkdir(parents=True)
         Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "more" / name / "0.png")

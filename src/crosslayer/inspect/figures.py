@@ -1,7 +1,9 @@
 """Figures of the analyses. Each draws on given axes."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from textwrap import fill
 from types import MappingProxyType
 from typing import Any
@@ -70,7 +72,7 @@ def draw_matrix(
 
 def draw_lines(
     axes: Any,
-    labels: Sequence[str],
+    labels: Sequence[Sequence[str]],
     lines: Sequence[tuple[str, Sequence[float]]],
     name: str,
     depth: str = "site",
@@ -81,31 +83,48 @@ def draw_lines(
 
     Args:
         axes: of matplotlib.
-        labels: of the depths.
+        labels: of the depths of each line.
         lines: a name and values, each; NaN where there is none.
         name: of the values, with their unit.
         depth: what the depths are.
         limits: of the values, where panels share a scale; None for those of the lines.
         deviations: of the values of a line, by its name: a band on both sides.
     """
-    for number, (label, values) in enumerate(lines):
-        axes.plot(range(len(values)), values, label=label, markersize=3, **line_look(number))
+    joined = join_depths(labels)
+    for number, (own, (label, values)) in enumerate(zip(labels, lines, strict=True)):
+        places = [joined.index(depth_label) for depth_label in own]
+        axes.plot(places, values, label=label, markersize=3, **line_look(number))
         if label in deviations:
             middle = torch.tensor(values)
             deviation = torch.tensor(deviations[label])
             ends = (middle - deviation, middle + deviation)
             colour = line_look(number)["color"]
-            axes.fill_between(range(len(values)), *ends, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(places, *ends, color=colour, alpha=0.2, linewidth=0)
     low, high = limits or positive_limits([values for _, values in lines])
     if limits is not None:
         axes.set_ylim(low / 1.15, high * 1.15)
     has_negative = any(value <= 0 for _, values in lines for value in values)
     if high > LOG_RATIO * low and not has_negative:
         use_log_scale(axes)
-    label_ticks(axes.xaxis, labels, rotation=90)
+    label_ticks(axes.xaxis, joined, rotation=90)
     axes.set_ylabel(name)
     axes.set_xlabel(depth)
     finish_lines(axes, len(lines))
+
+
+def join_depths(labels: Iterable[Sequence[str]]) -> list[str]:
+    """All labels of several models in the order of depth: by layer, and last those without one.
+
+    Args:
+        labels: of the depths of each model, like "3.mlp" or "readout".
+    """
+    deepest_first = sorted(labels, key=len, reverse=True)
+    return sorted(dict.fromkeys(chain.from_iterable(deepest_first)), key=_layer_number)
+
+
+def _layer_number(label: str) -> float:
+    digits = re.match(r"\d+", label)
+    return int(digits[0]) if digits else math.inf
 
 
 def use_log_scale(axes: Any) -> None:

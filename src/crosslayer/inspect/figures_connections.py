@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plotting import COLOURS, line_look
-from .figures import POSITIVE_MAP, draw_matrix, finish_lines, label_ticks
+from .figures import POSITIVE_MAP, draw_matrix, finish_lines, join_depths, label_ticks
 from .mixing_summary import MixPattern
 from .similarity import CosineSimilarity, DepthDistances
 from .unfolding import UnfoldedMap
@@ -53,14 +53,14 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
 
 def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
     """Median and band from 5 to 95 % over tokens, a line for each model. kind: a field's name."""
+    labels = join_depths(cosines.labels for _, cosines in models)
     for number, (name, cosines) in enumerate(models):
         look = line_look(number)
         values = getattr(cosines, kind)
-        depth = torch.arange(len(values))
-        axes.plot(depth, values[:, 1], label=name, markersize=3, **look)
-        axes.fill_between(depth, values[:, 0], values[:, 2], color=look["color"], alpha=0.15)
-    deepest = max((cosines.labels for _, cosines in models), key=len)
-    label_ticks(axes.xaxis, deepest, rotation=90)
+        places = [labels.index(label) for label in cosines.labels]
+        axes.plot(places, values[:, 1], label=name, markersize=3, **look)
+        axes.fill_between(places, values[:, 0], values[:, 2], color=look["color"], alpha=0.15)
+    label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_ylabel("cosine")
     axes.set_xlabel("input of")
     lowest, _ = axes.get_ylim()

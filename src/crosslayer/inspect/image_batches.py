@@ -70,7 +70,8 @@ def make_image_batches(
     """Batches of each class of a folder, of about the same number of images.
 
     The largest middle part of an image is resized to the model's size. Its pixels go from -1 to 1,
-    or by the mean and deviation of the model's `preprocessor_config.json`.
+    or by the mean and deviation of the model's `preprocessor_config.json`, or from 0 to 1 where
+    `do_normalize` is false there.
 
     Args:
         source: a folder with a subfolder for each class.
@@ -133,6 +134,8 @@ def _class_numbers(names: list[str], config: Any) -> dict[str, int] | None:
 
 def _pixel_moments(file: Path, channels: int) -> tuple[Tensor, Tensor]:
     content = read_json(file, dict) if file.is_file() else {}
+    if content.get("do_normalize") is False:
+        return torch.zeros(channels), torch.ones(channels)
     moments = []
     for key in ("image_mean", "image_std"):
         values = content.get(key, [0.5] * channels)

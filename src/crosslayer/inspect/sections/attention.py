@@ -9,7 +9,7 @@ from .section import FigurePanels, InspectedModels, Section
 
 def _attention_panels(models: InspectedModels) -> FigurePanels:
     lines = [(m.name, m["attention"].active.tolist()) for m in models]
-    labels = [str(layer) for layer in range(max(len(values) for _, values in lines))]
+    labels = [[str(layer) for layer in range(len(values))] for _, values in lines]
     draw = partial(
         draw_lines, labels=labels, lines=lines, name="share of active heads", depth="layer"
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..figures import draw_lines, positive_limits
 from ..figures_scales import draw_gate_boxes, draw_gate_histogram
+from ..inspection import ModelInspection
 from ..scales import SiteScales
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
@@ -16,7 +17,7 @@ Lines = list[tuple[str, list[float]]]
 
 
 def _scale_panels(models: InspectedModels) -> FigurePanels:
-    labels = _site_labels(models)
+    labels = [_site_labels(m) for m in models]
     outputs = [(m.name, [site.output_rms for site in m["scales"]]) for m in models]
     largest = [(m.name, [site.output_largest[0] for site in m["scales"]]) for m in models]
     draw = partial(draw_lines, labels=labels, depth="output before")
@@ -32,7 +33,7 @@ def _block_scale_panels(models: InspectedModels) -> FigurePanels:
         after_blocks = [site.hidden_rms for site in m["scales"] if site.opens_layer][1:]
         outputs.append((m.name, after_blocks))
     gradients = [(m.name, m["gradients"].rms) for m in models]
-    layers = [str(layer) for layer in range(max(len(values) for _, values in gradients))]
+    layers = [[str(layer) for layer in range(len(values))] for _, values in gradients]
     draw = partial(draw_lines, labels=layers, depth="block")
     return [
         ("output of each block", partial(draw, lines=outputs, name="RMS of the hidden state")),
@@ -79,15 +80,14 @@ def _panels_of_one_scale(found: list[tuple[str, list[str], Lines]]) -> FigurePan
     limits = positive_limits([values for _, _, lines in found for _, values in lines])
     panels: FigurePanels = []
     for title, labels, lines in found:
-        draw = partial(draw_lines, labels=labels, lines=lines, name="magnitude", depth="layer")
+        of_lines = [labels] * len(lines)
+        draw = partial(draw_lines, labels=of_lines, lines=lines, name="magnitude", depth="layer")
         panels.append((title, partial(draw, limits=limits)))
     return panels
 
 
-def _site_labels(models: InspectedModels) -> list[str]:
-    """Those of the deepest model."""
-    deepest = max((model["scales"] for model in models), key=len)
-    return [site.label for site in deepest]
+def _site_labels(model: ModelInspection) -> list[str]:
+    return [site.label for site in model["scales"]]
 
 
 def _at(values: Tensor, place: int) -> float:
@@ -96,13 +96,14 @@ def _at(values: Tensor, place: int) -> float:
 
 def _gain_panels(models: InspectedModels) -> FigurePanels:
     lines = []
+    labels = []
     for m in models:
         if m["scales"][-1].has_streams:
             for name in ("forward_gain", "backward_gain"):
                 values = [getattr(site, name) for site in m["scales"]]
                 known = [float("nan") if value is None else value for value in values]
                 lines.append((f"{m.name}: {name.partition('_')[0]}", known))
-    labels = _site_labels(models)
+                labels.append(_site_labels(m))
     if not lines:
         return []
     return [

@@ -18,20 +18,21 @@ def _cosine_panels(models: InspectedModels) -> FigurePanels:
 
 def _block_cosine_panels(models: InspectedModels) -> FigurePanels:
     lines = []
+    labels = []
     for m in models:
         for way, values in m["cosines"].blocks.items():
             name = m.name if way == "input" else f"{m.name}: {way}"
             lines.append((name, values[:, 1].tolist()))
+            labels.append(m["cosines"].block_labels)
     if not lines:
         return []
-    labels = max((m["cosines"].block_labels for m in models), key=len)
     draw = partial(draw_lines, labels=labels, lines=lines, name="cosine, median", depth="layer")
     return [("with the layer before", draw)]
 
 
 def _embedding_panels(models: InspectedModels) -> FigurePanels:
     lines = [(m.name, m["cosines"].depths.tolist()) for m in models]
-    labels = max((m["cosines"].depth_labels for m in models), key=len)
+    labels = [m["cosines"].depth_labels for m in models]
     name = "cosine with the embedding, mean"
     draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="after block")
     return [("what follows each block", draw)]

@@ -51,7 +51,8 @@ def _weight_panels(models: InspectedModels) -> FigurePanels:
     if not lines:
         return []
     name = "‖w − w at the end‖ / ‖w at the end‖"
-    draw = partial(draw_lines, labels=_step_labels(runs), lines=lines, name=name, depth="step")
+    labels = [_step_labels(runs)] * len(lines)
+    draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
     return [*panels, ("all weights: distance to the last step", draw)]
 
 
@@ -67,7 +68,7 @@ def _scalar_panels(models: InspectedModels) -> FigurePanels:
             if any(map(math.isfinite, values)):
                 lines.append((run, _at_steps(runs, of_run, values)))
         if lines:
-            labels = _step_labels(runs)
+            labels = [_step_labels(runs)] * len(lines)
             draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
             panels.append((name, draw))
     return panels
