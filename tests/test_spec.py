@@ -150,7 +150,7 @@ def test_bad_keywords():
     [
         (
             "mudd(ways='q k k')",
-            "ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', got 'q k k'",
+            "at most once, with spaces between mixtures, like 'q k v r' or 'qkvr', got 'q k k'",
         ),
         ("mudd(ways='q x')", "ways must name each of"),
         ("mudd(ways='')", "ways must name each of"),
@@ -163,9 +163,13 @@ def test_bad_keywords():
         ("mhc(residual='identity', order='dst last')", "order='dst last' and residual='identity'"),
         ("hyper(streams=True)", "streams must be a whole number, got True"),
         ("attnres(block_size=-1)", "block_size must be a whole number of at least 1, got -1"),
-        ("hyper(matrix=[])", r"matrix must be 5 by 5 for 4 streams.*got \[\]"),
-        ("hyper(matrix=[1, 2])", r"matrix must be 5 by 5 for 4 streams.*got \[1, 2\]"),
-        ("hyper(matrix=[[0, 1], [1]], streams=1)", "matrix must be 2 by 2 for 1 streams"),
+        ("mudd(ways='q k v', period='last')", "period='last' needs the way r, got ways='q k v'"),
+        ("mudd(dilation=2, window=2)", "dilation=2 leaves one of the last 2 blocks .* the last 3"),
+        ("hyper(streams=257)", "streams must be at most 256, got 257"),
+        ("hyper(matrix=[])", r"matrix must be 5 by 5 for streams=4.*got \[\]"),
+        ("hyper(matrix=[1, 2])", r"matrix must be 5 by 5 for streams=4.*got \[1, 2\]"),
+        ("hyper(matrix=[[0, 1], [1]], streams=1)", "matrix must be 2 by 2 for streams=1"),
+        ("hyper(matrix=[['a', 1], [1, 1]], streams=1)", "a number of matrix must .*, got 'a'"),
         ("hyper(beta='x')", "hyper: beta must be a finite number, got 'x'"),
         ("hyper(frozen=3)", "frozen must be one of '', 'B', 'WC', 'B WC', got 3"),
         ("hyper(frozen='C')", "frozen must be one of '', 'B', 'WC', 'B WC', got 'C'"),
@@ -194,7 +198,10 @@ def test_bad_keywords():
         ("mgr(eq14='litteral')", r"got 'litteral' \(did you mean 'literal'\?\)"),
         ("mhc(order='src')", "order must be one of 'src last', 'dst last', got 'src'"),
         ("mgr(gate='independent', eq14='literal', bias=1)", "bias and eq14 exclude each other"),
-        ("hyper(streams=1, matrix=[[0, 1e999], [1, 1]])", "numbers of matrix must be finite"),
+        (
+            "hyper(streams=1, matrix=[[0, 1e999], [1, 1]])",
+            "must be a finite number, got inf",
+        ),
         ("mgr(streams=6)", "Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
     ],
 )

@@ -31,10 +31,12 @@ class DepthAverages:
     Args:
         dilation: k; after block i only blocks j ≡ i mod k are averaged.
         period: p; there is an average where p divides i, or after the last block alone for "last".
-        window: of these, only the last `window` blocks and the embedding; None for all of these.
+        window: of these, only those among the last `window` blocks of the model, and the embedding;
+            None for all of these.
 
     Raises:
-        ValueError: the dilation or the period is not positive.
+        ValueError: the dilation or the period is not positive, or no average would have an earlier
+            block than the last.
     """
 
     dilation: int
@@ -45,6 +47,11 @@ class DepthAverages:
         check_positive(dilation=self.dilation)
         if self.period != "last":
             check_positive(period=self.period)
+        if self.dilation > 1 and self.window is not None and self.window <= self.dilation:
+            raise ValueError(
+                f"dilation={self.dilation} leaves one of the last {self.window} blocks to average; "
+                f"average over at least the last {self.dilation + 1}, or leave the dilation out"
+            )
 
     def averaged_blocks(self, site: Site) -> tuple[int, ...]:
         """The blocks j whose outputs X_j are averaged at a site; none at one without an average."""

@@ -12,6 +12,17 @@ from ..connection import Connection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, upcast
 from ..ops import collapse_streams, depth_connection
+from ..validation import check_positive
+
+# The matrices between n streams have n² numbers, and the papers have at most 8 streams.
+_MOST_STREAMS = 256
+
+
+def check_stream_count(streams: int) -> None:
+    """Raise a ValueError for a number of streams that is not from 1 to 256."""
+    check_positive(streams=streams)
+    if streams > _MOST_STREAMS:
+        raise ValueError(f"streams must be at most {_MOST_STREAMS}, got {streams}")
 
 
 class Streams(NamedTuple):

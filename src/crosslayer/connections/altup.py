@@ -27,7 +27,7 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, add_write, upcast
 from ..ops import collapse_streams, depth_connection, expand_to_streams, mix_streams
-from ..validation import check_positive
+from ._streams import check_stream_count
 
 
 class Alternating(NamedTuple):
@@ -54,7 +54,7 @@ class AltUp(FusedNormConnection[Alternating]):
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 2):
         super().__init__(site, dim, norm)
-        check_positive(streams=streams)
+        check_stream_count(streams)
         self.K = streams
         if streams == 1:
             self.initial_function = "prenorm"

@@ -8,8 +8,8 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2
 
 k is the `dilation` and p the `period`, counted in blocks as the paper defines them (its experiment
 code counts the dilation in groups of blocks). No softmax, no normalisation; α starts one-hot on
-X_i, which is the plain Transformer. α takes weight decay, as in the authors' code; the paper does
-not say.
+X_i, which is the plain Transformer. α takes weight decay, as in the authors' code; the paper names
+no exception from its decay.
 State: the outputs of all blocks so far.
 Learned parameters: ⌊i/k⌋ + 1 at each averaged depth i, L(L + 3)/2 for k = p = 1.
 Traffic at depth i for k = p = 1: (i + 5)D elements per token, (3i + 5)D backward. A dilation leaves
@@ -51,7 +51,8 @@ class DenseFormer(FusedNormConnection[History]):
         period: p, averages after every p-th block. A model of fewer than p blocks has no average.
             "last" averages once, after the last block ("Connect to Last", Table 4).
         last_k: averages over only the last `last_k` blocks and the embedding ("Last K", Table 4);
-            None for all blocks, the paper's method.
+            None for all blocks, the paper's method. With a dilation, over every k-th of these, and
+            the embedding where that is one of every k-th.
     """
 
     part_label = "X_{}"

@@ -37,7 +37,7 @@ from ..ops import (
     width_connection,
 )
 from ..ops.hyper import BoundName
-from ..validation import check_idle_options, check_non_negative, check_positive
+from ..validation import check_idle_options, check_non_negative, check_option_type
 from ._alpha_beta import (
     STREAM_STATISTICS,
     add_alpha_and_beta,
@@ -47,6 +47,7 @@ from ._alpha_beta import (
 )
 from ._streams import (
     Streams,
+    check_stream_count,
     read_sum,
     shared_write,
     streams_memory_traffic,
@@ -118,7 +119,7 @@ class Hyper(FusedNormConnection[Streams]):
         output_scale: OutputScale = "1",
     ):
         super().__init__(site, dim, norm)
-        check_positive(streams=streams)
+        check_stream_count(streams)
         if not dynamic:
             check_idle_options(Hyper, "dynamic=False", tanh=tanh, stats=stats)
         if matrix is not None and beta != 1.0:
@@ -218,18 +219,19 @@ def _split_matrix(
 ) -> tuple[list[list[float]], list[float]]:
     """static_alpha and static_beta of the paper's matrix [[0, B], [A_m, A_r]] at this site."""
     try:
-        matrices = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
+        matrices = matrix if isinstance(matrix[0][0], list | tuple) else [matrix]
         rows = matrices[site.index % len(matrices)]
         has_right_size = [len(row) for row in rows] == [n + 1] * (n + 1)
     except (TypeError, IndexError):
         has_right_size = False
     if not has_right_size:
         raise ValueError(
-            f"matrix must be {n + 1} by {n + 1} for {n} streams, or a list of such matrices, "
+            f"matrix must be {n + 1} by {n + 1} for streams={n}, or a list of such matrices, "
             f"got {matrix!r}"
         )
-    if not all(math.isfinite(number) for row in rows for number in row):
-        raise ValueError(f"the numbers of matrix must be finite, got {matrix!r}")
+    for row in rows:
+        for number in row:
+            check_option_type("a number of matrix", number, float)
     if rows[0][0] != 0:
         raise ValueError(f"the first number of matrix must be 0, as in Eq. 17, got {rows[0][0]!r}")
     beta = list(rows[0][1:])

@@ -65,12 +65,14 @@ class MGR(FusedNormConnection[Gated]):
     Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-5, 14 and 16.
 
     Args:
-        streams: n, the number of streams; the paper's best has 8 (Table 1).
+        streams: n, the number of streams; the paper's best has 8 (Table 1). A model of fewer than n
+            sub-layers has a stream for each output, and no gates.
         gate: "competitive": the streams and a forget gate share one softmax;
             "independent": each stream has a sigmoid.
         eq14: n in Eq. 14 for independent gates. "text" has n = 1, which gives the bias −3 that the
             paper's text asks for; "literal" has n as the formula is printed.
         bias: b, in place of Eq. 14's. The equation has none for many streams and few sub-layers.
+            Independent gates start at −b: the paper's −3 is `bias=3`.
     """
 
     parts_are_streams = True

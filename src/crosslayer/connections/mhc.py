@@ -12,9 +12,10 @@ Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.248
 
 Public implementations differ in the orientation of z_res, the order of Sinkhorn's normalisations,
 the readout and the eps. A model run with the wrong ones still gives fluent text, so each is an
-option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; base is 0 on the
-diagonal of z_res and −8 off it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k,
-counted from 1, and −1 at the others. fn, base and scale stay float32.
+option. At initialisation fn = 0, scale 0.01, post 1; base is 0 on the diagonal of z_res and −8 off
+it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k, counted from 1, and −1 at the
+others. That is pre-norm but for constant factors of the inputs and of the readout, which norms
+remove up to their eps. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
 Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, and n(nD + 1) + 1 for the head, which the
 readout has.
@@ -42,7 +43,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_idle_options, check_non_negative, check_positive
-from ._streams import shared_write, streams_memory_traffic, write_to_streams
+from ._streams import check_stream_count, shared_write, streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
 Order = Literal["src last", "dst last"]
@@ -113,7 +114,8 @@ class MHC(FusedNormConnection[Manifold]):
         post_eps: float = 0.0,
     ):
         super().__init__(site, dim, norm)
-        check_positive(streams=streams, iterations=iterations)
+        check_stream_count(streams)
+        check_positive(iterations=iterations)
         check_non_negative(eps=eps, norm_eps=norm_eps)
         if magnitude + post_eps <= 1 or post_eps >= 1:
             raise ValueError(

@@ -11,8 +11,9 @@ Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
     input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src
     readout: the sum of the streams
 
-At initialisation W = 0, b_res is 0 for the identity and −8 for the others, and pre is as in mHC. It
-starts as pre-norm, because R is a doubly stochastic mixture of equal streams.
+At initialisation W = 0, b_res is 0 for the identity and −8 for the others, and pre is as in mHC. R
+keeps equal streams equal, so it starts as pre-norm but for constant factors of the inputs and of
+the readout, which norms remove up to their eps.
 State: n streams, and post of the pending write.
 Learned parameters per sub-layer: nD(2n + n! + 1) + 2n + n! + 3.
 Traffic: at least (2n + 2)D elements per token and site.
@@ -32,9 +33,9 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
-from ..validation import check_positive
 from ._streams import (
     Streams,
+    check_stream_count,
     read_sum,
     shared_write,
     streams_memory_traffic,
@@ -61,7 +62,7 @@ class MHCLite(FusedNormConnection[Streams]):
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 4):
         super().__init__(site, dim, norm)
-        check_positive(streams=streams)
+        check_stream_count(streams)
         if streams > 5:
             raise ValueError(
                 f"streams must be at most 5, because n! permutations are mixed, got {streams}"

@@ -12,7 +12,8 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r))
     readout:      S_r after the last block; the readout has no other way
 
-    PrePostDANorm (Eq. 10) as the authors' code has it, `normed=True`:
+    PrePostDANorm (Eq. 10, which prints X_l inside n_post; section 2.5 adds it after)
+    as the authors' code has it, `normed=True`:
     P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
     S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
     as the paper's text has it, `normed="every way"`:   S_c = X_l + n_post,c(m_c) for q, k, v, r
@@ -104,9 +105,10 @@ class Mudd(FusedNormConnection[History]):
             weights with one way are DenseFormer's averages (section 2.1), without its weight decay.
         dilation: only every `dilation`-th block is mixed, as in DenseFormer.
         period: only every `period`-th block is followed by an aggregation, or "last" for the last
-            block alone, as in DenseFormer.
+            block alone, as in DenseFormer. A model of fewer blocks than `period` has none.
         window: only the last `window` blocks and the embedding are mixed (SW-n, section 3.6); None
-            for all blocks.
+            for all blocks. With a dilation, every `dilation`-th of these, and the embedding where
+            that is one of them.
         normed: PrePostDANorm (Eq. 10), which the paper uses for models of a large depth/width
             ratio; plain MUDD can diverge there. True norms the mixture of r alone, as the authors'
             JAX trainer does; "every way" norms each mixture, each with another weight, as the text
@@ -162,6 +164,11 @@ class Mudd(FusedNormConnection[History]):
             raise ValueError(
                 f"normed={normed!r} excludes dilation and period: the norm n_j of a block that is "
                 "never mixed would be idle"
+            )
+        if period == "last" and not any("r" in mixture for mixture in _parse_ways(ways)):
+            raise ValueError(
+                f"period='last' needs the way r, got ways={ways!r}: what follows the last block "
+                "reads no other"
             )
         mixtures = _mixtures_at_site(ways, site)
         opens_later_layer = site.opens_layer and site.index > 0 and not site.is_readout
@@ -368,8 +375,8 @@ def _parse_ways(ways: str) -> list[str]:
     is_named_twice = len(set(named)) < len(named)
     if not named or is_named_twice or not set(named) <= set(WAYS):
         raise ValueError(
-            "mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', "
-            f"got {ways!r}"
+            "mudd: ways must name each of q, k, v, r at most once, with spaces between "
+            f"mixtures, like 'q k v r' or 'qkvr', got {ways!r}"
         )
     return mixtures
 

@@ -5,7 +5,7 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
     x ← g_k · x + F_k(Norm(x)),  g_k = 1 at initialisation
 
 Gains have the learning rate of the model and take weight decay, as in the authors' code; the paper
-does not say.
+names no exception from either.
 State: one stream and the gain of the pending write.
 Learned parameters: 1 per sub-layer.
 Traffic: 4D elements per token and site.
