@@ -51,9 +51,11 @@ COST_COLUMNS = (
 )
 WITH_UNSCALED = "vs prenorm, embeddings × 1"
 WHEN_SMALL = "vs prenorm, smaller model, longer warm-up"
+WITH_TWENTY_TOKENS = "vs prenorm, 20 tokens a parameter"
+WITH_BOTH = "vs prenorm, 20 tokens a parameter, embeddings × 50"
 CONNECTION_COLUMNS = (
-    *("arm", "loss, own rate", "vs prenorm", WHEN_SMALL, WITH_UNSCALED),
-    *("training", "forward", "decoding"),
+    *("arm", WITH_TWENTY_TOKENS, WITH_BOTH, "loss, own rate", "vs prenorm"),
+    *(WHEN_SMALL, WITH_UNSCALED, "training", "forward", "decoding"),
 )
 Cells = dict[str, str]
 
@@ -297,14 +299,16 @@ def _format_weight(weight: float) -> str:
 
 
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
-    """The results of each connection in the first study, in the smaller model with the longer
-    warm-up, and with unscaled embeddings.
+    """The results of each connection in the first study, at twenty tokens a parameter, in the
+    smaller model with the longer warm-up, and with unscaled embeddings.
 
     By its name; "" where there are none.
     """
     tables = {}
     study = studies[FIRST_STUDY]
     columns = {
+        WITH_TWENTY_TOKENS: studies.get(TWENTY_TOKENS_STUDY),
+        WITH_BOTH: studies.get(f"{TWENTY_TOKENS_STUDY}-scaled"),
         "vs prenorm": study,
         WHEN_SMALL: studies.get(SMALL_STUDY),
         WITH_UNSCALED: studies.get(UNSCALED + FIRST_STUDY),
