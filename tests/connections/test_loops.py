@@ -1108,6 +1108,17 @@ def test_each_sublayer_starts_on_its_own_stream(spec):
     starts_on_its_own_stream(spec)
 
 
+def test_initial_values_of_the_papers():
+    norm = lambda port: nn.RMSNorm(256)  # noqa: E731
+    site = crosslayer.plan(8)[-1]
+    hyper = crosslayer.make("hyper")(crosslayer.plan(8)[3], 256, norm)
+    assert hyper.dynamic_alpha_scale.tolist() == pytest.approx([0.01])
+    assert hyper.dynamic_beta_scale.tolist() == pytest.approx([0.01])
+    mudd = crosslayer.make("mudd(normed=True)")(site, 256, norm)
+    assert mudd.W1.std().item() == pytest.approx(256**-0.5, rel=0.1)
+    assert mudd.post.tolist() == pytest.approx([1e-3] * 256)
+
+
 @pytest.mark.parametrize("spec", ["denseformer", "mudd"])
 def test_sites_out_of_order_are_refused(spec):
     """A layer is left out of a loop: its output would be missing among the blocks."""

@@ -115,7 +115,8 @@ def test_sampling_depends_on_the_seed(folder, capsys):
         return generate(capsys, folder, "hello", *options)
 
     assert sample() == sample() != sample("--seed", 1)
-    assert sample("--top-p", 1e-6) == generate(capsys, folder, "hello", "--max-new-tokens", 20)
+    greedy = generate(capsys, folder, "hello", "--max-new-tokens", 20)
+    assert sample("--top-p", 1e-6) == sample("--temperature", 1e-6) == greedy
 
 
 def test_a_prompt_on_each_line_of_stdin(folder, capsys, monkeypatch):

@@ -14,6 +14,8 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.cost import (
     GPUS,
+    Cost,
+    ModelCost,
     activation_bytes,
     build_on_meta,
     estimate_cost,
@@ -407,6 +409,29 @@ def test_command_prints_the_estimate(capsys):
     assert f"{cost.model.parameters:,}" in printed
     assert f"{sum(cost.model.site_traffic):g}" in printed
     assert f"{1e3 * cost.bandwidth_bound_seconds(GPUS['A100']):.2g}" in printed
+
+
+def test_the_columns_of_the_command(monkeypatch, capsys):
+    plain = ModelCost(1000, 0, 9_890_000_000_000, 2**31, (2, 3), 3350e7)
+    mudd = ModelCost(1100, 100, 14_835_000_000_000, 3 * 2**31, (3, 4.5), 4 * 3350e7)
+    steps = []
+
+    def planted(specs, config, batch, context):
+        steps.append((batch, context))
+        return [Cost("mudd", mudd, plain)]
+
+    monkeypatch.setattr("crosslayer.cost.estimate_costs", planted)
+    assert main(["cost", *SIZES, "--gpu=H100"]) == 0
+    assert steps == [(2, 16)]
+    printed = capsys.readouterr().out
+    (row,) = re.findall("^│ (mudd .*) │$", printed, re.MULTILINE)
+    assert re.split(" +│ +", row) == [
+        "mudd", "1,100", "10.000%", "14,835", "50.00%", "3.00×", "7.5", "40.00",
+        "+30.00 ms, +100.0%",
+    ]  # fmt: skip
+    assert "step of 2 sequences of 16 tokens on one H100 SXM: 3,350 GB/s, 989 bf16" in printed
+    assert "the FLOPs of pre-norm take 30.0 ms" in printed
+    assert "pre-norm saves 2.0 GiB" in printed
 
 
 def test_the_estimate_of_a_tiny_model_is_not_rounded_to_nothing(capsys):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from crosslayer.data.sampler import ResumableSampler
+from crosslayer.data.sampler import ResumableSampler, evenly_spaced, evenly_spaced_steps
 
 PINNED = [6, 3, 1, 5, 8, 7, 0, 2, 9, 4, 4, 8]
 
@@ -72,6 +72,13 @@ def test_seeds_differ():
 def test_order_is_pinned():
     # a checkpoint stores the number of batches it has seen, so the order must never change
     assert take(ResumableSampler(10, 0, 4), 12) == PINNED
+
+
+def test_evenly_spaced_examples_and_steps():
+    assert evenly_spaced(10, 4) == [0, 2, 5, 7]
+    assert evenly_spaced(3, 4) == [0, 1, 2]
+    assert evenly_spaced_steps(11, 4) == {3, 6, 8, 11}
+    assert evenly_spaced_steps(3, 4) == {1, 2, 3}
 
 
 def test_loader_with_workers_keeps_the_order():

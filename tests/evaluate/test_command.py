@@ -44,6 +44,7 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
         assert shown in printed
     results = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert results["connection"] == "mudd(dilation=2)"
+    assert results["tasks"]["n-shot"]["local_choice"] == 2
     assert results["tasks"]["n-samples"]["local_choice"]["effective"] == 4
     assert results["spans"][str(spans)]["spans"] == 3
     model = tiny_model("mudd(dilation=2)", 256)
@@ -121,10 +122,19 @@ def test_a_folder_in_use_is_refused(folder, tmp_path, capsys):
 
 
 def test_dtype_and_context(folder, tmp_path, capsys):
-    arguments = [folder / "model", "--text", folder / "text.txt", "--dtype", "bfloat16"]
+    text, spans = folder / "text.txt", folder / "spans.jsonl"
+    arguments = [folder / "model", "--text", text, "--spans", spans, "--dtype", "bfloat16"]
     assert run_command(capsys, *arguments, "--context", 16, "--out", tmp_path)[0] == 0
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert (results["dtype"], results["context"]) == ("bfloat16", 16)
+    assert results["text"][str(text)]["tokens"] == 2 * 16, "two windows of 17 of the 36 bytes"
+    assert results["spans"][str(spans)]["truncated"] == 3, "of 14 + 4 bytes each"
+
+
+def test_the_context_of_tasks(folder, include_path, capsys):
+    arguments = [folder / "model", "--tasks", "local_word", "--include-path", include_path]
+    code, _, error = run_command(capsys, *arguments, "--context", 3)
+    assert code == 1 and "an answer longer than the context of 3 tokens" in error
 
 
 def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadMode
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity, windows
 from crosslayer.evaluate.language_models import check_causal
+from crosslayer.evaluate.perplexity import TextPerplexity
 from crosslayer.evaluate.windows import (
     ScoredWindow,
     exp_or_inf,
@@ -187,11 +188,27 @@ def test_a_model_of_few_positions_is_asked_whether_it_is_causal(context):
     check_causal(GPT2LMHeadModel(config))
 
 
-def test_training_mode_is_restored(model):
-    model.train()
-    text_perplexity(model, byte_tokenizer(), [SHORT])
+def test_bits_per_byte_of_tokens_of_four_bytes():
+    result = TextPerplexity.of_loss(math.log(2), 10, text_tokens=10, text_bytes=40, words=5)
+    assert result.bits_per_byte == pytest.approx(1 / 4)
+
+
+def test_a_model_in_training_is_scored_without_dropout():
+    config = GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=32, n_layer=1, n_head=2, embd_pdrop=0.5
+    )
+    model = GPT2LMHeadModel(config).eval()
+    expected = log_probabilities(model, [1, 2, 3]).sum().item()
+    scores = log_likelihoods(model.train(), [ScoredWindow([1], [2, 3])], 1)
+    assert scores == pytest.approx([expected], rel=1e-5)
     assert model.training
-    model.eval()
+
+
+def test_a_bfloat16_model_is_scored_in_float32():
+    model = tiny_model().bfloat16()
+    expected = log_probabilities(model, [1, 2, 3]).sum().item()
+    scores = log_likelihoods(model, [ScoredWindow([1], [2, 3])], 1)
+    assert scores == pytest.approx([expected], rel=1e-5)
 
 
 @pytest.mark.parametrize(("seen", "scored"), [(3, 5), (40, 5), (3, 32), (3, 33), (40, 100)])

@@ -60,6 +60,14 @@ def test_metrics_equal_those_by_hand(include_path):
     assert measured["local_word", "perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_bfloat16_model_is_scored_in_float32(include_path):
+    model = tiny_model().bfloat16()
+    measured = values(evaluate(model, include_path, ["local_word"], batch_size=1))
+    nats = -sum(log_likelihood(model, row["context"], " " + row["target"]) for row in SENTENCES)
+    expected = math.exp(nats / len(SENTENCES))
+    assert measured["local_word", "perplexity"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_few_shot_and_limit(include_path):
     model = tiny_model(context=256)
     results = evaluate(model, include_path, ["local_choice"], num_fewshot=2, limit=4)

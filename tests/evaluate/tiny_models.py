@@ -40,7 +40,7 @@ def tiny_model(spec: str | None = None, context: int = 64, vocab: int = 257):
 def log_probabilities(model, tokens: list[int]) -> torch.Tensor:
     """Of every token after the first, in a batch of its own."""
     with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1].double()
+        logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 

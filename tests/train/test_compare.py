@@ -696,6 +696,17 @@ def test_the_report_names_other_rates_of_connections_and_embeddings(text_file, t
         assert (question in " ".join(notes)) == is_open
 
 
+def test_the_table_compares_an_arm_with_the_baseline(tiny, tmp_path):
+    comparison = prepare_comparison(recipe(tiny, "prenorm", "mudd"), 1, tmp_path / "out")
+    plain, mudd = (run_with_loss(arm, 0, 2.0) for arm in comparison.arms)
+    plain = replace(plain, tokens_per_second=2.0, activation_bytes=3)
+    mudd = replace(mudd, tokens_per_second=1.0, activation_bytes=6)
+    comparison.results.runs += [plain, replace(mudd, parameters=10, extra_parameters=2)]
+    row = result_table(comparison)[1]
+    assert (row.speed, row.relative_speed, row.relative_activations) == (1, 0.5, 2)
+    assert row.extra == 2 / 8
+
+
 def test_activations_of_other_batches_have_no_ratio(tiny, tmp_path):
     longer = {"name": "longer", "connection": "mudd", "context": 64}
     comparison = prepare_comparison(recipe(tiny, "prenorm", longer), 1, tmp_path / "out")

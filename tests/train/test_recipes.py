@@ -206,6 +206,21 @@ def test_the_router_z_loss_is_that_of_a_loop(name):
     assert expected > 1e-3
 
 
+def test_the_loss_has_the_routers_auxiliary_loss():
+    recipe = opened(FOLDER / "mudd_moe.yaml", "tiny")
+    arm = recipe.arms[-1]
+    model = build_model(recipe.settings(arm), arm.connection, 256, 0)
+    tokens = torch.randint(256, (2, 6))
+    losses = []
+    with torch.no_grad():
+        auxiliary = model(input_ids=tokens[:, :-1], use_cache=False).aux_loss.item()
+        for weight in (0.5, 0.0):
+            model.config.router_aux_loss_coef = weight
+            losses.append(LANGUAGE_TASK.loss(model, tokens).item())
+    assert auxiliary > 0
+    assert losses[0] - losses[1] == pytest.approx(0.5 * auxiliary, rel=1e-5)
+
+
 def test_a_router_z_loss_needs_a_router():
     for options in ({}, {"family": "olmoe"}):
         settings = Settings.from_options(router_z_loss=0.001, **options)

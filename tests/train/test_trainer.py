@@ -15,6 +15,7 @@ import sys
 import time
 import types
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,13 @@ from crosslayer.spec import make
 from crosslayer.train.callbacks import ConnectAtStep, SaveCheckpoints
 from crosslayer.train.checkpoint import list_checkpoints
 from crosslayer.train.checkpoint_reader import CheckpointReader
-from crosslayer.train.evaluation import summarise_metrics
+from crosslayer.train.diagnostics import connection_diagnostics
+from crosslayer.train.evaluation import evaluate_examples, summarise_metrics
 from crosslayer.train.method_code import code_digest
 from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.run import launch_run
+from crosslayer.train.run_state import RunState
 from crosslayer.train.settings import EngineSettings, Settings
 from crosslayer.train.signals import StopSignals
 from crosslayer.train.task import (
@@ -116,6 +119,8 @@ def test_a_resumed_run_has_the_speed_of_its_checkpoint_while_it_warms_up(text, m
     # A fresh run has no other speed: the median of the steps so far.
     fresh = make_trainer(text, "prenorm")
     assert speeds(fresh) == [tokens / 8, tokens / 5, tokens / 4, tokens / 1, tokens / 2]
+    halves = make_trainer(text, "prenorm", accumulate=2)
+    assert speeds(halves) == [tokens / 8, tokens / 5, tokens / 4, tokens / 1, tokens / 2]
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(text, tmp_path, monkeypatch):
@@ -291,12 +296,12 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     assert names == ["step-00000008", "step-00000009.part", "step-99999999", "step-100000000"]
 
 
-def make_trainer(text, arm, **options):
+def make_trainer(text, arm, seed=0, **options):
     settings = Settings.from_options(**SMALL | {"data": text} | options)
     examples = LANGUAGE_TASK.load_examples(settings.data, {})
     model = build_model(settings, arm, examples.num_classes, 0)
     row = Arm.from_row(arm)
-    return Trainer(launch_run(settings, row), model, examples, settings, row)
+    return Trainer(launch_run(settings, row), model, examples, settings, row, seed)
 
 
 def test_evaluation_has_no_more_in_memory_than_training(text, monkeypatch):
@@ -309,6 +314,58 @@ def test_evaluation_has_no_more_in_memory_than_training(text, monkeypatch):
     monkeypatch.setattr("crosslayer.train.trainer.evaluate_examples", remember)
     make_trainer(text, "prenorm", batch=8, accumulate=4).evaluate()
     assert batches == [2]
+
+
+def test_examples_that_fill_up_a_batch_are_not_evaluated(text):
+    trainer = make_trainer(text, "prenorm")
+    (dataset,) = trainer.examples.valid.values()
+    five = range(1, 6)
+    evaluate = partial(evaluate_examples, trainer.fabric, trainer.module, LANGUAGE_TASK, dataset)
+    expected = next_token_loss(trainer.model, torch.stack([dataset[index] for index in five]))
+    assert evaluate([*five], 4)["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_validation_is_without_dropout(text):
+    trainer = make_trainer(text, "hyper", family="gpt2", model_config={"resid_pdrop": 0.5})
+    trainer.module.train()
+    assert trainer.evaluate() == trainer.evaluate()
+    assert trainer.module.training
+
+
+def test_each_step_of_each_seed_has_another_dropout(text):
+    seen = []
+
+    def remember(model, batch):
+        seen.append(torch.initial_seed())
+        return next_token_loss(model, batch)
+
+    for seed in (0, 1):
+        trainer = make_trainer(text, "prenorm", seed, steps=3)
+        trainer.task = LANGUAGE_TASK._replace(loss=remember)
+        for _ in range(3):
+            trainer.step()
+    assert len(set(seen)) == 6
+
+
+def test_mixed_precision_is_autocast(text):
+    seen = []
+    for precision in ("bf16-mixed", "32-true"):
+        trainer = make_trainer(text, "prenorm", precision=precision)
+        trainer.model.lm_head.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+        trainer.step()
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_the_change_of_loss_at_a_switch(text):
+    trainer = make_trainer(text, "prenorm", steps=3, evals=1)
+    switch = ConnectAtStep(3, "highway")
+    with pytest.warns(UserWarning, match="connecting highway changes the outputs"):
+        trainer.fit([switch])
+    (name,) = trainer.examples.valid
+    before = trainer.state.curve[-1][1][name]["loss"]
+    change = trainer.evaluate()[name]["loss"] - before
+    assert abs(change) > 1e-4
+    assert switch.loss_change == pytest.approx(change)
 
 
 def test_a_run_that_changes_its_connection(text, tmp_path):
@@ -510,9 +567,10 @@ def test_the_first_set_of_the_settings_is_the_result(text, tmp_path):
 
 def test_a_run_that_had_ended(text, tmp_path, capsys):
     small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = ["train", f"--data={text}", f"--out={tmp_path / 'run'}", *small]
+    command = ["train", f"--data={text}", f"--out={tmp_path / 'run'}", *small, "--seed=3"]
     assert main(command) == 0
     assert "had ended already" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["seed"] == 3
     results = tmp_path / "run" / "evaluation.json"
     results.write_text("{}")  # of crosslayer eval
     assert main(command) == 0
@@ -702,6 +760,15 @@ def test_a_run_that_skips_most_steps_fails(text, tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_steps_that_were_skipped_long_ago_end_no_run(text):
+    trainer = make_trainer(text, "prenorm", steps=500, unstable="skip")
+    trainer.state.skipped = [*range(1, 151)]
+    trainer._skip_or_raise(401, math.nan, 1.0)
+    trainer.state.skipped = [*range(301, 401)]
+    with pytest.raises(RunDiverged, match="101 of 200 steps were skipped"):
+        trainer._skip_or_raise(401, math.nan, 1.0)
+
+
 def unreadable_validation(model, batch, indices):
     return {"loss": torch.full([len(batch)], math.nan)}
 
@@ -740,6 +807,9 @@ def test_a_loss_that_rises_too_far(text):
         run(settings, "prenorm", task=failing_task(21, 4.0))
     unchecked = run({**settings, "max_loss_rise": 0.0}, "prenorm", task=failing_task(25, 4.0))
     assert unchecked["result"]["skipped"] == []
+    state = RunState(running_loss=2.0)
+    assert state.accept_loss(3.0, grad_norm=1.0, max_loss_rise=0.0)
+    assert state.running_loss == pytest.approx(2.05)
 
 
 def test_a_non_finite_gradient_is_named(text):
@@ -944,6 +1014,14 @@ def test_the_gain_of_a_plain_residual_is_one(text, tmp_path):
     run({"data": text, "diagnostics_every": 12}, "prenorm", tmp_path)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert [last[f"gain/{k}"] for k in range(5)] == pytest.approx([1.0] * 5, abs=1e-5)
+
+
+def test_the_size_of_what_a_sublayer_reads(text):
+    trainer = make_trainer(text, "prenorm", family="llama")
+    ids = next(trainer.training_batches(0))[:, :-1]
+    found = connection_diagnostics(trainer.model, lambda: trainer.model(ids))
+    embedding = trainer.model.model.embed_tokens(ids[0])
+    assert found["stream/0"] == pytest.approx(embedding.square().mean().sqrt().item(), rel=1e-5)
 
 
 def test_several_validation_sets(text, tmp_path):
