@@ -39,6 +39,7 @@ from crosslayer.inspect import (
 from crosslayer.inspect.ablation import ablate_sublayers
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
+from crosslayer.inspect.similarity import _linear_cka
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights
 from tests.hf.plain_models import GPT
@@ -480,6 +481,55 @@ def test_cosines_and_distances_of_planted_inputs():
         sublayers[0].y[0] = 1
     distances = compare_depths(model, [{"embedding": last}])
     assert distances.angular[0, 1] == pytest.approx(math.acos(1 / math.sqrt(2)) / math.pi)
+
+
+def test_cka_is_that_of_centred_tokens():
+    x = 3 + torch.randn(3, 20, 8, generator=torch.Generator().manual_seed(0)).double()
+    centring = torch.eye(20).double() - 1 / 20
+
+    def hsic(a: Tensor, b: Tensor) -> Tensor:
+        return torch.trace(a @ a.T @ centring @ b @ b.T @ centring)
+
+    expected = torch.zeros(3, 3).double()
+    for i, a in enumerate(x):
+        for j, b in enumerate(x):
+            expected[i, j] = hsic(a, b) / (hsic(a, a) * hsic(b, b)).sqrt()
+    assert expected.min() < 0.9
+    torch.testing.assert_close(_linear_cka(x), expected)
+
+
+def test_rms_of_a_planted_embedding_and_output():
+    """The root of the mean over tokens and channels; of hidden states, the mean over tokens."""
+    model = OwnModel("prenorm", layers=1)
+    with torch.no_grad():
+        model.stack.sublayers[0].y.copy_(torch.tensor([1.0, 7] * 8))
+    ones = torch.ones(16)
+    embedding = torch.stack([ones, 7 * ones])[None]  # [B T D]
+    sites = measure_scales(model, [{"embedding": embedding}])
+    assert [site.output_rms for site in sites[:2]] == pytest.approx([5, 5])
+    assert sites[0].stream_rms.tolist() == pytest.approx([5])
+    assert sites[0].hidden_rms == pytest.approx(4)
+
+
+def test_gains_are_of_the_product_in_the_order_of_depth():
+    """[[1, 0], [-3, 1]] @ [[1, 2], [0, 1]] = [[1, 2], [-3, -5]]."""
+    model = OwnModel("hyper(streams=2, dynamic=False)", layers=1)
+    attention, mlp = find_connections(model)[:2]
+    with torch.no_grad():
+        attention.static_alpha[:, 1:] = torch.tensor([[1.0, 2], [0, 1]]).T
+        mlp.static_alpha[:, 1:] = torch.tensor([[1.0, 0], [-3, 1]]).T
+    site = measure_scales(model, EMBEDDING)[1]
+    assert site.forward_gain == 8  # the row |-3| + |-5|
+    assert site.backward_gain == 7  # the column |2| + |-5|
+
+
+def test_equal_streams_have_collapsed():
+    model = OwnModel("hyper(streams=2, dynamic=False)")
+    sites = measure_scales(model, EMBEDDING)
+    for site in sites:
+        assert site.stream_cosine[0, 1] == pytest.approx(1)
+    alarms = find_alarms(sites, summarise_mixing(model, EMBEDDING))
+    assert [alarm for alarm in alarms if "collapsed streams: 0 and 1" in alarm]
 
 
 def test_planted_sizes_and_alarms():

@@ -457,6 +457,8 @@ def test_groups_of_texts(tmp_path):
     subject = subject_of(str(tmp_path / "data"))
     assert list(subject.groups) == ["code", "prose"]
     assert [len(group[0]["input_ids"]) for group in subject.groups.values()] == [2, 2]
+    first_two = subject.groups["code"][0]["input_ids"]
+    assert bytes(first_two.flatten().tolist()) == b"the text of code"
     rows = [{"text": f"{label} {n}", "label": label} for n in range(4) for label in ("b", "a")]
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))

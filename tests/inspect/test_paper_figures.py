@@ -10,6 +10,7 @@ from torch import nn
 from crosslayer.connection import find_connections
 from crosslayer.inspect import (
     compare_depths,
+    find_alarms,
     find_map_findings,
     measure_cosines,
     measure_scales,
@@ -166,6 +167,18 @@ def test_cosines_of_averages_with_the_embedding():
     torch.testing.assert_close(plain.depths[:3], cosines.depths[:3])
 
 
+def test_quantiles_of_planted_cosines():
+    """The first output outweighs the embedding, whose cosines with it are 0, 0.01 .. 1."""
+    model = OwnModel("prenorm", layers=1)
+    with torch.no_grad():
+        model.stack.sublayers[0].y.zero_()[0] = 1e6
+    embedding = torch.zeros(1, 101, 16)
+    embedding[0, :, 0] = torch.arange(101) / 100
+    embedding[0, :, 1] = (1 - embedding[0, :, 0].square()).sqrt()
+    cosines = measure_cosines(model, [{"embedding": embedding}])
+    assert cosines.embedding[1].tolist() == pytest.approx([0.05, 0.5, 0.95], abs=1e-5)
+
+
 # Streams, activations and gates
 
 
@@ -252,6 +265,14 @@ def test_planted_gates():
     draw_gate_boxes(picture, [gate])
     markers = [line for line in picture.lines if line.get_marker() == "o"]
     assert markers[0].get_ydata().tolist() == [gate.maximum]
+
+
+@pytest.mark.parametrize(("beta", "alarms"), [(0.001, 8), (0.5, 0), (0.999, 8)])
+def test_a_gate_near_0_or_1_is_saturated(beta, alarms):
+    """An alarm for each of 8 outputs."""
+    model = mgr_with_gates([beta])
+    found = find_alarms(measure_scales(model, EMBEDDING), summarise_mixing(model, EMBEDDING))
+    assert len([alarm for alarm in found if "saturated gate" in alarm]) == alarms
 
 
 def test_a_sample_of_many_tokens_is_even():
