@@ -36,6 +36,7 @@ BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
 LONG_STUDY = "long"  # the same for four times the tokens
 TWENTY_TOKENS_STUDY = "tokens-20"  # a small model that sees twenty tokens a parameter
+TWENTY_TOKENS_SCALED = "tokens-20-scaled"  # the same with the embeddings of the first study
 SMALL_STUDY = "warm-small"  # most of these in a smaller model, with a longer warm-up
 NOVELS_STUDY = "warm-small-novels-half"  # some of these on another text, with a still longer one
 UNSCALED = "unscaled-"  # before the name of a study: with Llama's own embeddings

@@ -7,25 +7,27 @@ from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
+    TWENTY_TOKENS_SCALED,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
     Study,
 )
 from benchmarks.evidence.tables import (
     arm_cells,
-    describe_embeddings,
     difference_to_baseline,
     format_difference,
 )
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
 
-# Which study's losses, and when they are read.
+# By tokens a parameter and the factor of the embeddings: which study's losses, and when they are
+# read.
 LOSS_COLUMNS: dict[str, tuple[str, Measure]] = {
-    "20 tokens a parameter": (TWENTY_TOKENS_STUDY, "end"),
-    "0.2 tokens a parameter": (FIRST_STUDY, "end"),
-    "0.2, embeddings × 1": (UNSCALED + FIRST_STUDY, "end"),
-    "0.8 tokens a parameter": (LONG_STUDY, "end"),
-    "0.2, at equal time": (FIRST_STUDY, "equal time"),
+    "20, × 1": (TWENTY_TOKENS_STUDY, "end"),
+    "20, × 50": (TWENTY_TOKENS_SCALED, "end"),
+    "0.2, × 50": (FIRST_STUDY, "end"),
+    "0.2, × 1": (UNSCALED + FIRST_STUDY, "end"),
+    "0.8, × 50": (LONG_STUDY, "end"),
+    "0.2, × 50, at equal time": (FIRST_STUDY, "equal time"),
 }
 SPEED_COLUMNS = {
     "training speed": "training",
@@ -63,30 +65,30 @@ def _summary_loss(study: Study | None, name: str, at: Measure) -> str:
 def _describe_models(studies: Mapping[str, Study]) -> str:
     model, _, _, _ = studies[FIRST_STUDY].comparison.recipe.settings()
     factor = model.model_config.get("embedding_multiplier", 1)
-    columns = [
-        f"{column}: {_describe_model(studies[source])}"
-        for column, (source, at) in LOSS_COLUMNS.items()
-        if at == "end" and source in studies
-    ]
+    models = {  # those of one number of tokens a parameter are the same
+        column.partition(",")[0]: _describe_model(studies[source])
+        for column, (source, _) in LOSS_COLUMNS.items()
+        if source in studies
+    }
+    columns = " ".join(f"With {tokens}: {text}" for tokens, text in models.items())
     return (
         "The loss of pre-norm in nats a token, and the differences of the others to it, with 95 % "
         "intervals, bold where the interval excludes zero. –: not run. The models are Llamas. Each "
         "connection has its own best learning rate, found with seed 0 among rates a factor of 2 "
-        f"apart; means of three or five seeds. {' '.join(columns)} Token embeddings × {factor:g} "
-        f"start at a standard deviation of {factor * INITIAL_STD:g} and change {factor:g} times as "
-        f"fast; embeddings × 1 are Llama's own, which start at {INITIAL_STD:g}. At equal time: the "
-        "losses at the time when the fastest connection has finished. The learning rates of the "
-        "others are still falling then, which makes them look worse. Speeds are those of the model "
-        "of 8 layers, as multiples of pre-norm's, on one CPU core in float32, without fused "
-        "kernels."
+        "apart; means of three or five seeds. A column is named by the tokens a parameter and the "
+        f"factor of the token embeddings. {columns} Embeddings × {factor:g} start at a standard "
+        f"deviation of {factor * INITIAL_STD:g} and change {factor:g} times as fast; embeddings "
+        f"× 1 are Llama's own, which start at {INITIAL_STD:g}. At equal time: the losses at the "
+        "time when the fastest connection has finished. The learning rates of the others are still "
+        "falling then, which makes them look worse. Speeds are those of the model of 8 layers, as "
+        "multiples of pre-norm's, on one CPU core in float32, without fused kernels."
     )
 
 
 def _describe_model(study: Study) -> str:
-    """Like "8 layers of width 128, 0.5M tokens of wikitext-2, embeddings × 50, warm-up 0.1."."""
+    """Like "8 layers of width 128, 0.5M tokens of wikitext-2, warm-up 0.1."."""
     model, data, optimization, _ = study.comparison.recipe.settings()
     return (
         f"{model.layers} layers of width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
-        f"{' and '.join(data.valid)}, {describe_embeddings(model.model_config)}, warm-up "
-        f"{optimization.warmup:g}."
+        f"{' and '.join(data.valid)}, warm-up {optimization.warmup:g}."
     )

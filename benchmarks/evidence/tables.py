@@ -18,6 +18,7 @@ from benchmarks.evidence.studies import (
     FIRST_STUDY,
     NOVELS_STUDY,
     SMALL_STUDY,
+    TWENTY_TOKENS_SCALED,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
     Part,
@@ -308,7 +309,7 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
     study = studies[FIRST_STUDY]
     columns = {
         WITH_TWENTY_TOKENS: studies.get(TWENTY_TOKENS_STUDY),
-        WITH_BOTH: studies.get(f"{TWENTY_TOKENS_STUDY}-scaled"),
+        WITH_BOTH: studies.get(TWENTY_TOKENS_SCALED),
         "vs prenorm": study,
         WHEN_SMALL: studies.get(SMALL_STUDY),
         WITH_UNSCALED: studies.get(UNSCALED + FIRST_STUDY),

@@ -159,10 +159,10 @@ def test_tables_of_planted_results(planted):
     claim = table_row(sections["Claims"], "Four ways of MUDD beat one, dynamic")
     assert claim[5].startswith("agrees: -0.") and claim[6] == "not run yet"
     summary = pages.summary_sections(planted)["In short"]
-    with_unscaled = table_row(summary, "`mudd`")[3]
+    with_unscaled = table_row(summary, "`mudd`")[4]
     assert float(with_unscaled.strip("*").split()[0]) == pytest.approx(-0.2, abs=0.02)
     assert with_unscaled.startswith("**"), "the interval excludes zero"
-    assert table_row(summary, "`hyper`")[3] == "–"
+    assert table_row(summary, "`hyper`")[4] == "–"
     value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     assert table_row(multipliers, "prenorm")[1].startswith("1.00 ×"), "two sizes fit any law"
