@@ -140,6 +140,22 @@ def test_in_a_host_under_autocast(family, spec):
     assert_bitwise_equal(plain, recomputed, run)
 
 
+@pytest.mark.parametrize(("spec", "how"), [("hyper", "streams"), ("mgr", "inversion")])
+def test_a_backward_pass_under_autocast(spec, how):
+    """Replayed states would be of half precision."""
+
+    def run(model, ids):
+        model.zero_grad()
+        loss = model(ids).square().mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    plain, recomputed = plain_and_recomputed(spec, how)
+    (_, expected), (_, gradients) = (run(model, token_ids()) for model in (plain, recomputed))
+    assert largest_error(expected, gradients) < 1e-5
+
+
 def test_outputs_of_nodes_that_hold_tensors_are_kept(monkeypatch):
     """torch 2.11 frees what a node saved together with the node's output."""
     outputs = []

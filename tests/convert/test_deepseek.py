@@ -149,6 +149,8 @@ def test_a_spec_from_a_config():
         str(deepseek.spec_from_config(config | {"hc_mult": 2, "rms_norm_eps": 1e-5}))
         == "mhc(streams=2, norm_eps=1e-05)"
     )
+    others = {"hc_sinkhorn_iters": 10, "hc_eps": 1e-4}
+    assert deepseek.spec_from_config(config | others).options == {"iterations": 10, "eps": 1e-4}
     with pytest.raises(
         ValueError, match=r"config\.json: hc_mult must be a whole number, got 'four'"
     ):

@@ -253,6 +253,15 @@ def test_defaults_of_the_config_class(checkpoint):
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
 
 
+def test_another_rope_base(checkpoint, tmp_path, written):
+    folder = checkpoint(QKNORM)
+    config = json.loads((folder / "config.json").read_text()) | {"rope_base": 500.0}
+    model = load_published(written(load_file(folder / "model.safetensors"), config, "base"))
+    assert model.config.rope_parameters["rope_theta"] == 500
+    save_published(model, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_base"] == 500
+
+
 def test_fewer_key_heads(checkpoint, tmp_path, written):
     """Two heads of k and v, each for two of q, equal four of which two and two are equal."""
     folder = checkpoint(QKNORM)

@@ -58,6 +58,7 @@ VARIANTS = {
     "all-of-a-head-rotates": {"rotary_pct": 1.0},
     "no-qk-norm": {"use_qk_norm": False},
     "one-after-the-other": {"use_parallel_residual": False},
+    "another-rope-base": {"rope_base": 500},
     "dense-off": {"dense": False, "sepln": False},
     "defaults-of-the-class": {"round64": False, "expand_last": False},
 }
@@ -120,7 +121,8 @@ def loop(
     w = {name: t.double() for name, t in w.items()}
     H, hd, T = config["n_head"], config["dim"] // config["n_head"], ids.shape[1]
     half = int(hd * config["rotary_pct"]) // 2
-    angle = torch.outer(torch.arange(T).float(), 1 / 10000 ** (torch.arange(half).float() / half))
+    frequencies = 1 / config["rope_base"] ** (torch.arange(half).float() / half)
+    angle = torch.outer(torch.arange(T).float(), frequencies)
     cos, sin = (f(angle).to(table).double()[:, None] for f in (torch.cos, torch.sin))
 
     def linear(name, x):

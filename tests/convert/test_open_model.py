@@ -173,6 +173,34 @@ def test_no_command_runs_code_of_a_folder(
         assert open_model(folder).config.model_type == "llama"
 
 
+def test_a_model_has_the_dtype_that_is_asked_for(tmp_path, checkpoint):
+    published = checkpoint("transformerpp_baseline_dense_false_L4_D64")
+    plain, connected_one = save(tmp_path / "plain"), save(tmp_path / "connected", "prenorm")
+    for folder in (plain, connected_one, published):
+        assert open_model(folder).dtype == torch.float32
+        assert open_model(folder, "bfloat16").dtype == torch.bfloat16
+
+
+def test_the_separator_is_the_first_of_the_known_ones(tmp_path):
+    """Where no file names an eos_token; [SEP] ends a sentence, not a text."""
+    definition = json.loads(byte_tokenizer_json())
+    names = ("[SEP]", "</s>", "<|im_end|>")
+    definition["added_tokens"] = [
+        {
+            "id": 256 + i,
+            "content": name,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i, name in enumerate(names)
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert open_tokenizer(tmp_path / "tokenizer.json").eos_token == "</s>"
+
+
 def test_a_tokenizer_of_a_class_of_the_folders_own_is_read_from_its_file(tmp_path):
     save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MyTokenizer"}')

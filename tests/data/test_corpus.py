@@ -15,7 +15,7 @@ from crosslayer.data import prepared, token_streams
 from crosslayer.data.corpus import Corpus, TokenWindows, load_corpus
 from crosslayer.data.prepared import prepare_corpus
 from crosslayer.data.sampler import ResumableSampler
-from crosslayer.data.sources import Document
+from crosslayer.data.sources import TRAIN_SET, Document, read_sets, training_texts
 from crosslayer.data.token_streams import encode_in_memory
 from crosslayer.data.tokenizing import Tokenizer, load_tokenizer
 from tests.data.conftest import STORIES
@@ -134,6 +134,22 @@ def test_prepared_or_not_it_is_the_same_corpus(stories, tmp_path, tokenizer):
         assert is_equal(pickle.loads(pickle.dumps(corpus)), corpus)
     assert len(pickle.dumps(then.train)) < 3000 < len(then.train.tokens), "pickled as file names"
     assert load_corpus(stories, 16, "bpe:301").digest != now.digest
+
+
+def test_a_bpe_is_not_trained_on_what_is_held_out(stories):
+    sets = {TRAIN_SET: stories}
+    documents = list(read_sets(sets, load_tokenizer("bytes")))
+    expected = [document.text for name, document in documents if name == TRAIN_SET]
+    assert list(training_texts(sets)) == expected and len(expected) < len(documents)
+
+
+def test_the_digest_is_of_all_sets_and_the_tokenizer(stories, tmp_path):
+    """A run that resumes with another validation set or separator is another run."""
+    (tmp_path / "a.txt").write_text("a" * 99)
+    (tmp_path / "b.txt").write_text("b" * 99)
+    a, b = (load_corpus(stories, 16, valid={"v": str(tmp_path / f"{x}.txt")}) for x in "ab")
+    assert a.train.tokens.digest == b.train.tokens.digest and a.digest != b.digest
+    assert replace(a, tokenizer=replace(a.tokenizer, end=1)).digest != a.digest
 
 
 def test_validation_sets_by_name(stories, tmp_path):

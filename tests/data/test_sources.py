@@ -196,6 +196,17 @@ def test_documents_are_split_by_name():
     assert {document for name, document in split_held_out(more) if name == HELD_OUT} >= held_out
 
 
+def test_the_documents_held_out_are_pinned():
+    """With others, a model trained by an earlier version would have seen what is held out."""
+    documents = [Document(f"{i}.txt", WORDS) for i in range(100)]
+    names = [
+        number
+        for number, (name, _) in enumerate(split_held_out(iter(documents)))
+        if name == HELD_OUT
+    ]
+    assert names == [1, 18, 39, 71, 77, 85]
+
+
 def test_at_least_one_document_is_held_out():
     names = [f"{i}.txt" for i in range(300)]
     unlucky = [Document(n, WORDS) for n in names if _hash_share(n) >= VALID_SHARE]

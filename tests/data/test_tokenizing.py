@@ -3,14 +3,22 @@
 import json
 import pickle
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.convert.pretrained import open_id_tokenizer
+from crosslayer.data import tokenizing
 from crosslayer.data.sources import read_documents
-from crosslayer.data.tokenizing import byte_tokenizer_json, load_tokenizer
+from crosslayer.data.tokenizing import (
+    byte_tokenizer_json,
+    find_ids,
+    load_tokenizer,
+    split_at,
+    split_ids,
+)
 from tests.support.hub import snapshot_folder
 
 WORDS = ("quick", "lazy", "brown")
@@ -75,6 +83,23 @@ def test_bpe_of_ties_does_not_depend_on_their_order():
     first = load_tokenizer("bpe:280", lambda: ["".join(words)])
     second = load_tokenizer("bpe:280", lambda: ["".join(words[::-1])])
     assert first.model.get_vocab() == second.model.get_vocab()
+
+
+def test_a_bpe_is_trained_on_the_first_characters(monkeypatch):
+    monkeypatch.setattr(tokenizing, "_BPE_CHARACTERS", 3000)
+    text = "".join(TEXTS)
+    parts = [text[:1000], text[1000:4000], "never read " * 1000]
+    expected = load_tokenizer("bpe:300", lambda: [text[:1000], text[1000:3000]])
+    assert load_tokenizer("bpe:300", lambda: parts).definition == expected.definition
+
+
+def test_ids_in_chunks_are_those_of_the_whole(monkeypatch):
+    """Of more than a million ids, places and documents are found chunk by chunk."""
+    monkeypatch.setattr(tokenizing, "_CHUNK_IDS", 3)
+    ids = np.array([5, 0, 7, 0, 0, 8, 9, 6, 0, 4, 0])
+    assert np.concatenate(list(split_ids(ids))).tolist() == ids.tolist()
+    assert list(find_ids(ids, 0)) == [1, 3, 4, 8, 10]
+    assert [document.tolist() for document in split_at(ids, 0)] == [[5], [7], [8, 9, 6], [4]]
 
 
 def test_a_saved_tokenizer_is_the_same(bpe, tmp_path):

@@ -1,9 +1,12 @@
 """examples/retrofit.py: results that it cannot read, and the page of those that are committed."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.evidence.pages import fill_page
-from examples.retrofit import load_runs
+from examples import retrofit
+from examples.retrofit import RetrofitRun, load_runs, report_section
 from tools import update_retrofit
 
 
@@ -25,3 +28,26 @@ def test_results_that_cannot_be_read_are_one_clear_line(tmp_path, content, messa
 def test_the_page_has_the_table_of_the_runs():
     page = update_retrofit.PAGE.read_text("utf8")
     assert fill_page(page, update_retrofit.page_sections()) == page
+
+
+def test_a_run_of_every_switch_has_its_seed(tmp_path, monkeypatch):
+    """Without it, all seeds would be one run, and their differences 0."""
+    calls = []
+
+    def train(settings, examples, connection, switch, seed):
+        calls.append((connection, switch, seed))
+        return RetrofitRun(connection, switch, seed, None, 1.0, [], 0.0, {}, {})
+
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    monkeypatch.setattr(retrofit, "train_retrofit", train)
+    settings = {"data": str(tmp_path / "text.txt"), "steps": 8, "context": 16}
+    retrofit.run(str(tmp_path / "out"), ["prenorm", "mudd"], (0.0, 0.75), 3, settings)
+    assert calls == [("prenorm", 0, 3), ("mudd", 0, 3), ("mudd", 6, 3)]
+
+
+def test_the_change_at_the_switch_is_the_largest_of_all_seeds():
+    runs = load_runs(update_retrofit.DOCS / "retrofit")
+    switched = next(run for run in runs if run.loss_change is not None)
+    changed = [replace(switched, seed=s, loss_change=c) for s, c in enumerate((0.1, -0.3, 0.2))]
+    baseline = [run for run in runs if run.connection == "prenorm"]
+    assert "| -3.0e-01 |" in report_section([*baseline, *changed], "figure.svg")[-1]

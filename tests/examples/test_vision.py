@@ -19,12 +19,18 @@ from torch.utils.data import DataLoader
 from crosslayer.train.recipe import load_recipe
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import build_model
-from examples.vision.augment import OPERATIONS, rand_augment
-from examples.vision.data import EpochSampler, load_images
+from examples.vision.augment import AUGMENTATIONS, OPERATIONS, rand_augment
+from examples.vision.data import EpochSampler, load_images, load_latents
 from examples.vision.models import sincos_positions
-from examples.vision.sample import load_dit
+from examples.vision.sample import load_dit, sample_latents
 from examples.vision.sample import main as sample
-from examples.vision.tasks import CLASSIFICATION, DENOISING, TASKS, evaluate_denoiser
+from examples.vision.tasks import (
+    CLASSIFICATION,
+    DENOISING,
+    TASKS,
+    evaluate_denoiser,
+    noise_errors,
+)
 from examples.vision.train import main
 from tests.train.runs import run
 
@@ -129,6 +135,53 @@ def test_operations_of_randaugment(channels):
             augmented = rand_augment(image, level, random.Random(seed))
             assert augmented.size == image.size and augmented.mode == image.mode
     assert np.array_equal(np.array(image), x), "no operation changes its input"
+
+
+def test_flips_are_left_to_right(tmp_path):
+    image = Image.fromarray(PIXELS[0][:10])
+    latents = load_latents(write_npz(tmp_path, LATENTS), 8, 4, "flip").train
+    both = {"image": (PIXELS[0][:10], PIXELS[0][:10, ::-1])}
+    both["latent"] = (LATENTS[3], LATENTS[3][..., ::-1])
+    seen = {"image": [], "latent": []}
+    for draw in range(20):
+        flipped = AUGMENTATIONS["flip"](image, 10, random.Random(draw))
+        seen["image"].append(np.array(flipped))
+        seen["latent"].append(latents[3 + 40 * draw]["pixel_values"].numpy())
+    for kind, sides in both.items():
+        of_sides = [[np.array_equal(x, side) for side in sides] for x in seen[kind]]
+        assert all(map(any, of_sides)) and all(map(any, zip(*of_sides, strict=True))), kind
+
+
+def test_options_of_a_recipe_reach_the_training_images(tmp_path):
+    options = {"augmentation": "flip", "randaugment_level": 10, "mixup_alpha": 0.2}
+    settings = Settings.from_options(data=write_npz(tmp_path), task_options=options)
+    examples = CLASSIFICATION.load_examples(settings.data, {"image_size": 10})
+    assert {name: getattr(examples.train, name) for name in options} == options
+    level = {"randaugment_level": None}
+    plain, augmented = (
+        load_images(settings.data.data, 10, **change).train
+        for change in (level, {"randaugment_level": 10})
+    )
+    differ = [
+        not torch.equal(plain[i]["pixel_values"], augmented[i]["pixel_values"]) for i in range(40)
+    ]
+    assert sum(differ) > 20
+
+
+def test_classes_named_by_numbers_are_in_their_order(tmp_path):
+    """So class 2 is before class 10, as in the labels that the model is sampled by."""
+    names = np.array([10, 2, 9, 2] * 10)
+    examples = load_images(write_npz(tmp_path, y=names, y_test=names[:8]), 8)
+    assert examples.train.labels[:4] == examples.valid["validation"].labels[:4] == [2, 0, 1, 0]
+
+
+def test_accuracy_is_the_share_of_largest_logits():
+    logits = torch.tensor([[3.0, 1, 2], [0, 1, 2], [1, 5, 2]])
+    batch = {"pixel_values": torch.zeros(3), "labels": torch.tensor([0, 1, 1])}
+    model = lambda pixel_values: SimpleNamespace(logits=logits)  # noqa: E731
+    found = CLASSIFICATION.evaluate(model, batch, [0, 1, 2])
+    assert found["accuracy"].tolist() == [1, 0, 1]
+    assert torch.equal(found["loss"], F.cross_entropy(logits, batch["labels"], reduction="none"))
 
 
 def test_mixup_is_the_loss_of_soft_labels(tmp_path):
@@ -361,6 +414,47 @@ def test_dit_without_diffusers_is_one_clear_line(tmp_path, capsys, monkeypatch):
     assert main([str(RECIPES / "hyper_table10.yaml"), "--data", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("vision: diffusers is not installed; ") and error.count("\n") == 1
+
+
+def test_noise_is_added_and_measured_as_in_ddpm():
+    """A float64 loop over the linear schedule; of the outputs, the first channels are the noise."""
+    x, noise = torch.randn(2, 3, 2, 4, 4).unbind()
+    t = torch.tensor([0, 400, 999])
+    given = {}
+
+    def model(noisy, timestep, class_labels):
+        given.update(noisy=noisy, timestep=timestep)
+        return SimpleNamespace(sample=torch.cat([noise + 0.5, 9 * noise], 1))
+
+    errors = noise_errors(model, {"pixel_values": x, "labels": t}, t, noise)
+    torch.testing.assert_close(errors, torch.full((3,), 0.25))
+    assert torch.equal(given["timestep"], t)
+    for i, step in enumerate(t.tolist()):
+        signal = math.prod(1 - (1e-4 + (0.02 - 1e-4) * k / 999) for k in range(step + 1))
+        expected = math.sqrt(signal) * x[i] + math.sqrt(1 - signal) * noise[i]
+        torch.testing.assert_close(given["noisy"][i], expected, rtol=1e-4, atol=1e-5)
+
+    def zero(noisy, timestep, class_labels):
+        return SimpleNamespace(sample=torch.zeros_like(noisy))
+
+    many = {"pixel_values": torch.zeros(64, 4, 8, 8), "labels": torch.zeros(64)}
+    assert DENOISING.loss(zero, many).item() == pytest.approx(1, abs=0.05)
+
+
+def test_guidance_goes_from_no_class_towards_the_class():
+    """As if the model had returned the guided noise: 0.3 without a class, 0.1 and 0.2 with one."""
+    config = SimpleNamespace(num_embeds_ada_norm=2, in_channels=1, sample_size=2)
+
+    def samples(of_class, guidance):
+        def model(x, timestep, class_labels):
+            noise = torch.tensor(of_class)[class_labels].view(-1, 1, 1, 1).expand_as(x)
+            return SimpleNamespace(sample=torch.cat([noise, x], 1))
+
+        model.config = config
+        return sample_latents(model, [0, 1], steps=3, guidance=guidance)
+
+    guided = [0.3 + 2 * (0.1 - 0.3), 0.3 + 2 * (0.2 - 0.3), 0.0]
+    torch.testing.assert_close(samples([0.1, 0.2, 0.3], 2), samples(guided, 1))
 
 
 def test_validation_noise_depends_on_the_index_alone():

@@ -50,6 +50,18 @@ def test_an_mlp_has_as_many_parameters_in_every_family(family):
     assert sum(p.numel() for p in matrices) == SIZES["layers"] * 8 * 96**2
 
 
+@pytest.mark.parametrize("family", ["bert", "electra", "gpt2"])
+def test_a_language_model_does_not_see_later_tokens(family):
+    """By default BERT and its like do, and would copy the token that they are to predict."""
+    model = make_language_model(make_small_config(family, layers=2)).eval()
+    ids = torch.arange(2, 10)[None]
+    changed = ids.clone()
+    changed[0, 5:] = 1
+    logits = [model(each).logits[0] for each in (ids, changed)]
+    torch.testing.assert_close(logits[0][:5], logits[1][:5])
+    assert not torch.allclose(logits[0][5:], logits[1][5:])
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "youtu", "axk1", "falcon"])
 def test_a_family_that_derives_head_dim_runs(family):
     model = make_language_model(make_small_config(family, layers=1))

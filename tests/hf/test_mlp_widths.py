@@ -31,6 +31,16 @@ def test_growing_widths(layers, width):
         assert widths[-1] == pytest.approx(1.5 * width, abs=64)
 
 
+def test_new_projections_are_initialised_as_the_hosts():
+    """With the standard deviation of the config and biases of 0, not as torch's `nn.Linear`."""
+    sizes = {"intermediate_size": 128, "initializer_range": 0.5}
+    model = crosslayer.connect(build("neox-parallel", **sizes), "prenorm", reallocate=True)
+    for layer in model.gpt_neox.layers:
+        for projection in (layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h):
+            assert projection.weight.std().item() == pytest.approx(0.5, rel=0.1)
+            assert not projection.bias.any()
+
+
 # Experts and DiT's MLP have no widths to set; arcee's MLP has no gate.
 @pytest.mark.parametrize("family", [*(k for k in KINDS if k not in ("mixtral", "dit")), "arcee"])
 def test_reallocated_and_saved(family, tmp_path):

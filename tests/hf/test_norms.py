@@ -92,6 +92,16 @@ def test_a_norm_whose_class_adds_no_forward_is_fused():
     assert norm_spec_of(Scaled(8)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_eps_has_torchs(dtype):
+    """Beside inputs so small that another eps would show."""
+    norm = torch.nn.RMSNorm(8).to(dtype)
+    x = (1e-3 * torch.randn(2, 3, 8)).to(dtype)
+    found = apply_norm(x, norm_spec_of(norm))
+    rtol = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, norm(x), rtol=rtol, atol=0)
+
+
 def test_a_norm_with_hooks_runs_as_a_module():
     connection = find_connections(crosslayer.connect(build("llama"), "prenorm"))[0]
     for norm in (connection.norms[0], connection.norms[0].host_norm_module()):

@@ -11,6 +11,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Gemma4TextModel
 
 import crosslayer
 from crosslayer.hf.hidden_states import StreamUseError
+from crosslayer.hf.layers import _divide
 from crosslayer.testing.tiny_model import perturb_weights, token_ids
 from tests.hf.plain_models import DIM, make_ids
 
@@ -217,6 +218,15 @@ class InPlaceBlock(FactorBlock):
         z = y
         z *= gate.mean() if isinstance(gate, Tensor) else gate
         return x + y
+
+
+def test_what_joins_a_float32_stream_is_not_rounded_to_the_hosts_dtype():
+    """1000 over 0.001 is beyond float16."""
+    y, scale = torch.full((1,), 1000.0).half(), torch.tensor(1e-3)
+    site = crosslayer.plan(1)[0]
+    for spec, expected in (("prenorm(stream_dtype='float32')", 1e6), ("prenorm", float("inf"))):
+        connection = crosslayer.make(spec)(site, 8, lambda port: nn.RMSNorm(8))
+        assert _divide(y, scale, connection).item() == pytest.approx(expected)
 
 
 def test_connections_that_norm_their_streams_are_refused():
