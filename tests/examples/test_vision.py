@@ -137,6 +137,21 @@ def test_operations_of_randaugment(channels):
     assert np.array_equal(np.array(image), x), "no operation changes its input"
 
 
+def test_signs_and_strengths_of_randaugment():
+    x = np.random.default_rng(3).integers(0, 256, (9, 9), np.uint8)
+    image = Image.fromarray(x)
+    by_name = {operation.__name__: operation for operation in OPERATIONS}
+    turned = {by_name["_rotate"](image, 3.0, random.Random(s)).tobytes() for s in range(20)}
+    assert turned == {np.rot90(x).tobytes(), np.rot90(x, -1).tobytes()}
+    enhancements = [operation for operation in OPERATIONS if operation.__name__ == "enhance"]
+    brightness = enhancements[2]  # after colour and contrast
+    brighter = np.array(brightness(image, 1.0, random.Random(0))).astype(int)
+    assert abs(brighter - np.minimum(255, 1.9 * x)).max() <= 1
+    black = Image.new("L", (224, 224))
+    grey = [np.array(by_name["_cutout"](black, 1.0, random.Random(s))) == 128 for s in range(20)]
+    assert max(cut.sum() for cut in grey) == 80 * 80
+
+
 def test_flips_are_left_to_right(tmp_path):
     image = Image.fromarray(PIXELS[0][:10])
     latents = load_latents(write_npz(tmp_path, LATENTS), 8, 4, "flip").train

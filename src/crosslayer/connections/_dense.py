@@ -31,7 +31,7 @@ class DepthAverages:
     Args:
         dilation: k; after block i only blocks j ≡ i mod k are averaged.
         period: p; there is an average where p divides i, or after the last block alone for "last".
-        window: of these, only those among the last `window` blocks of the model, and the embedding;
+        window: of these, only those among the last `window` blocks up to i, and the embedding;
             None for all of these.
 
     Raises:

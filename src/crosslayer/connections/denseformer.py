@@ -51,8 +51,7 @@ class DenseFormer(FusedNormConnection[History]):
         period: p, averages after every p-th block. A model of fewer than p blocks has no average.
             "last" averages once, after the last block ("Connect to Last", Table 4).
         last_k: averages over only the last `last_k` blocks and the embedding ("Last K", Table 4);
-            None for all blocks, the paper's method. With a dilation, over every k-th of these, and
-            the embedding where that is one of every k-th.
+            None for all blocks, the paper's method. With a dilation, over what it leaves of these.
     """
 
     part_label = "X_{}"

@@ -107,8 +107,7 @@ class Mudd(FusedNormConnection[History]):
         period: only every `period`-th block is followed by an aggregation, or "last" for the last
             block alone, as in DenseFormer. A model of fewer blocks than `period` has none.
         window: only the last `window` blocks and the embedding are mixed (SW-n, section 3.6); None
-            for all blocks. With a dilation, every `dilation`-th of these, and the embedding where
-            that is one of them.
+            for all blocks. With a dilation, what it leaves of these.
         normed: PrePostDANorm (Eq. 10), which the paper uses for models of a large depth/width
             ratio; plain MUDD can diverge there. True norms the mixture of r alone, as the authors'
             JAX trainer does; "every way" norms each mixture, each with another weight, as the text
