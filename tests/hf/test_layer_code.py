@@ -427,6 +427,19 @@ def test_a_layer_passes_its_own_defaults_and_constants(block, attention):
     assert torch.equal(model(make_ids()), plain(make_ids()))
 
 
+class DetachedBlock(Block):
+    """Its output is a Block's, and its gradient is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x)).detach()
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_another_gradient_is_seen():
+    with pytest.raises(ValueError, match="connect would change what layer 0"):
+        crosslayer.connect(model_of(DetachedBlock), "prenorm")
+
+
 def test_a_constant_that_is_left_out_is_seen():
     backbone, wiring = find_backbone(model_of(ConstantBlock))
     layer = wiring.of_layers[0]
