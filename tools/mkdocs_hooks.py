@@ -41,11 +41,12 @@ LEGEND = (
     "memory."
 )
 EVIDENCE_LEGEND = (
-    "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128, after 0.5M "
-    "tokens. With 20 tokens a parameter it has 6 layers of width 64 and Llama's own embeddings, "
-    "which are embeddings × 1. The smaller model has 6 layers of width 96, and three tenths of "
-    "its steps are warm-up. Differences have 95 % intervals; one that contains zero shows "
-    "nothing. How it was measured: [Evidence](../evidence.md)."
+    "The loss of pre-norm in nats a token, and differences of the others to it, of Llamas. A "
+    "column is named by the tokens a parameter and the factor of the token embeddings. With 20 "
+    "tokens a parameter there are 6 layers of width 64, with 0.2 there are 8 of width 128. The "
+    "smaller model has 6 layers of width 96, 0.2 tokens a parameter, embeddings × 50, and three "
+    "tenths of its steps are warm-up. Differences have 95 % intervals; one that contains zero "
+    "shows nothing. How it was measured: [Evidence](../evidence.md)."
 )
 MAP_CAPTION = (
     "How much of each output reaches each later input, in four layers of two sub-layers, at "
@@ -115,7 +116,7 @@ def pictures(name: str) -> str:
 
 
 def evidence(name: str) -> str:
-    """Its rows of the short study."""
+    """Its results in the main studies."""
     rows = json.loads(EVIDENCE.read_text("utf8")).get(name, "")
     if not rows:
         return "No result yet in [Evidence](../evidence.md)."

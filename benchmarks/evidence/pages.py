@@ -13,8 +13,8 @@ from benchmarks.evidence.pruning import read_pruned_models
 from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.size_tables import difference_matrix, multiplier_table
 from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, UNSCALED, Part, Study, read_parts
-from benchmarks.evidence.summary import summary_table
-from benchmarks.evidence.tables import arms_tables, claims_table, connection_tables
+from benchmarks.evidence.summary import connection_tables, summary_table
+from benchmarks.evidence.tables import arms_tables, claims_table
 from crosslayer.files import write_text_atomic
 
 README = ROOT / "README.md"

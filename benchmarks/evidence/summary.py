@@ -1,23 +1,28 @@
-"""The table of README: the main connections in the main studies, in short."""
+"""The connections in the main studies, in short: the table of README and those of their pages."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.evidence.claims import Measure, sum_losses
+from benchmarks.evidence.claims import Measure
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
+    SMALL_STUDY,
     TWENTY_TOKENS_SCALED,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
     Study,
+    read_recipe,
 )
 from benchmarks.evidence.tables import (
+    Cells,
     arm_cells,
     difference_to_baseline,
     format_difference,
 )
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
+from crosslayer.spec import connection_name
 
 # By tokens a parameter and the factor of the embeddings: which study's losses, and when they are
 # read.
@@ -28,6 +33,11 @@ LOSS_COLUMNS: dict[str, tuple[str, Measure]] = {
     "0.2, × 1": (UNSCALED + FIRST_STUDY, "end"),
     "0.8, × 50": (LONG_STUDY, "end"),
     "0.2, × 50, at equal time": (FIRST_STUDY, "equal time"),
+}
+# The same on the page of a connection.
+PAGE_COLUMNS: dict[str, tuple[str, Measure]] = {
+    **{name: LOSS_COLUMNS[name] for name in ("20, × 1", "20, × 50", "0.2, × 50", "0.2, × 1")},
+    "smaller model": (SMALL_STUDY, "end"),
 }
 SPEED_COLUMNS = {
     "training speed": "training",
@@ -44,22 +54,46 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     for name in arms:
         if not study.runs(name):
             continue
-        row = {"connection": f"`{name}`"}
-        for column, (source, at) in LOSS_COLUMNS.items():
-            row[column] = _summary_loss(studies.get(source), name, at)
-        cells = arm_cells(study, name)
-        for column, speed in SPEED_COLUMNS.items():
-            row[column], _, _ = cells[speed].partition(" ± ")
-        rows.append(row)
+        rows.append({"connection": f"`{name}`"} | _summary_cells(studies, name, LOSS_COLUMNS))
     return f"{markdown_table(tuple(rows[0]), rows)}\n\n{_describe_models(studies)}"
+
+
+def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
+    """The arms of each connection in the main studies, by its name; "" where there are none."""
+    known = [studies[source] for source, _ in PAGE_COLUMNS.values() if source in studies]
+    tables = {}
+    for connection in connections:
+        rows = []
+        for arm in read_recipe().arms:
+            is_run = any(study.runs(arm.name) for study in known)
+            if is_run and connection_name(arm.connection) == connection:
+                rows.append({"arm": arm.name} | _summary_cells(studies, arm.name, PAGE_COLUMNS))
+        tables[connection] = markdown_table(tuple(rows[0]), rows) if rows else ""
+    return tables
+
+
+def _summary_cells(
+    studies: Mapping[str, Study], name: str, columns: Mapping[str, tuple[str, Measure]]
+) -> Cells:
+    """The losses and speeds of an arm, by the names of the columns."""
+    cells = {
+        column: _summary_loss(studies.get(source), name, at)
+        for column, (source, at) in columns.items()
+    }
+    of_arm = arm_cells(studies[FIRST_STUDY], name)
+    for column, speed in SPEED_COLUMNS.items():
+        cells[column], _, _ = of_arm[speed].partition(" ± ")
+    return cells
 
 
 def _summary_loss(study: Study | None, name: str, at: Measure) -> str:
     """Of pre-norm the loss, like "4.473", and of another arm the difference to it."""
     if name != BASELINE:
         return format_difference(difference_to_baseline(study, name, at))
-    loss = None if study is None else sum_losses({FIRST_STUDY: study}, {name: 1}, at)
-    return NOT_KNOWN if loss is None else f"{loss.mean:.3f}"
+    if study is None:
+        return NOT_KNOWN
+    losses = study.losses(name) if at == "end" else study.losses_at_equal_time(name)
+    return f"{statistics.fmean(losses.values()):.3f}" if losses else NOT_KNOWN
 
 
 def _describe_models(studies: Mapping[str, Study]) -> str:

@@ -1,7 +1,7 @@
 """The tables of the evidence pages, as Markdown."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from benchmarks.evidence.claims import (
     CLAIM_VERDICTS,
@@ -18,7 +18,6 @@ from benchmarks.evidence.studies import (
     FIRST_STUDY,
     NOVELS_STUDY,
     SMALL_STUDY,
-    TWENTY_TOKENS_SCALED,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
     Part,
@@ -35,7 +34,6 @@ from crosslayer.number_texts import (
     format_mean_std,
     markdown_table,
 )
-from crosslayer.spec import connection_name
 
 NOT_RUN = "not run yet"
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -49,14 +47,6 @@ LOSS_COLUMNS = (
 COST_COLUMNS = (
     *("arm", "training", "forward", "decoding", "loss at equal time"),
     "vs prenorm at equal time",
-)
-WITH_UNSCALED = "vs prenorm, embeddings × 1"
-WHEN_SMALL = "vs prenorm, smaller model, longer warm-up"
-WITH_TWENTY_TOKENS = "vs prenorm, 20 tokens a parameter"
-WITH_BOTH = "vs prenorm, 20 tokens a parameter, embeddings × 50"
-CONNECTION_COLUMNS = (
-    *("arm", WITH_TWENTY_TOKENS, WITH_BOTH, "loss, own rate", "vs prenorm"),
-    *(WHEN_SMALL, WITH_UNSCALED, "training", "forward", "decoding"),
 )
 Cells = dict[str, str]
 
@@ -297,35 +287,6 @@ def _correct_claims(setting: str, estimates: Mapping[str, MeanEstimate | None]) 
 def _format_weight(weight: float) -> str:
     sign = "−" if weight < 0 else "+"
     return sign if abs(weight) == 1 else f"{sign} {abs(weight):g} ×"
-
-
-def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
-    """The results of each connection in the first study, at twenty tokens a parameter, in the
-    smaller model with the longer warm-up, and with unscaled embeddings.
-
-    By its name; "" where there are none.
-    """
-    tables = {}
-    study = studies[FIRST_STUDY]
-    columns = {
-        WITH_TWENTY_TOKENS: studies.get(TWENTY_TOKENS_STUDY),
-        WITH_BOTH: studies.get(TWENTY_TOKENS_SCALED),
-        "vs prenorm": study,
-        WHEN_SMALL: studies.get(SMALL_STUDY),
-        WITH_UNSCALED: studies.get(UNSCALED + FIRST_STUDY),
-    }
-    for connection in connections:
-        rows = []
-        for arm in read_recipe().arms:
-            is_run = any(each and each.runs(arm.name) for each in columns.values())
-            if not is_run or connection_name(arm.connection) != connection:
-                continue
-            cells = arm_cells(study, arm.name)
-            for column, each in columns.items():
-                cells[column] = format_difference(difference_to_baseline(each, arm.name))
-            rows.append(cells)
-        tables[connection] = markdown_table(CONNECTION_COLUMNS, rows) if rows else ""
-    return tables
 
 
 def format_difference(interval: Interval | None) -> str:
