@@ -19,7 +19,7 @@ from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
 from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
-from crosslayer.inspect.figures import draw_lines
+from crosslayer.inspect.figures import draw_lines, join_labels
 from crosslayer.inspect.gates import GateRecorder, _GateRecord
 from crosslayer.inspect.group_weights import GroupWeights, compare_groups
 from crosslayer.inspect.image_batches import join_batches, make_image_batches
@@ -169,6 +169,10 @@ def test_models_of_different_sites_share_an_axis_by_label():
     for line, own in zip(axes.get_lines(), sites, strict=True):
         assert [ticks[place] for place in line.get_xdata()] == own
         assert sorted(line.get_xdata()) == list(line.get_xdata())
+
+
+def test_runs_that_kept_different_steps_share_an_axis():
+    assert join_labels([["20", "100"], ["0", "60", "100"]]) == ["0", "20", "60", "100"]
 
 
 def test_labels_on_padding_are_not_scored():

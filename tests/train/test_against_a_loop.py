@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from crosslayer.train.recipe import Arm
 from crosslayer.train.run import train_arm
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE_TASK, build_model
+from tests.data.test_sampler import endless_order
 
 STEPS, BATCH, PARTS, SEED = 9, 4, 2, 5
 LR, MUON_LR, FLOOR, WARMUP, DECAY, CLIP = 0.02, 0.01, 0.2, 3, 0.3, 1.0
@@ -44,16 +44,9 @@ def rate_and_decay(name):
 
 
 def batches(windows):
-    place = 0
-    while True:
-        chosen = []
-        for _ in range(BATCH):
-            epoch, within = divmod(place, len(windows))
-            seed = np.random.SeedSequence((SEED, epoch)).generate_state(1, np.uint64)[0]
-            order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(int(seed)))
-            chosen.append(windows[int(order[within])].long())
-            place += 1
-        yield torch.stack(chosen)
+    order = endless_order(len(windows), SEED, STEPS * BATCH)
+    for start in range(0, len(order), BATCH):
+        yield torch.stack([windows[place] for place in order[start : start + BATCH]])
 
 
 def train_in_a_loop(model, windows, uses_muon):
@@ -66,12 +59,11 @@ def train_in_a_loop(model, windows, uses_muon):
         momentum=MOMENTUM,
     )
     rows = []
-    feed = batches(windows)
     model.train()
-    for step in range(1, STEPS + 1):
+    for step, batch in enumerate(batches(windows), 1):
         mean_loss = 0.0
         gradients = [torch.zeros_like(p) for p in parameters.values()]
-        for part in next(feed).chunk(PARTS):
+        for part in batch.chunk(PARTS):
             logits = model(part[:, :-1]).logits
             loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / PARTS
             mean_loss += loss.item()

@@ -90,7 +90,7 @@ def draw_lines(
         limits: of the values, where panels share a scale; None for those of the lines.
         deviations: of the values of a line, by its name: a band on both sides.
     """
-    joined = join_depths(labels)
+    joined = join_labels(labels)
     for number, (own, (label, values)) in enumerate(zip(labels, lines, strict=True)):
         places = [joined.index(depth_label) for depth_label in own]
         axes.plot(places, values, label=label, markersize=3, **line_look(number))
@@ -112,17 +112,17 @@ def draw_lines(
     finish_lines(axes, len(lines))
 
 
-def join_depths(labels: Iterable[Sequence[str]]) -> list[str]:
-    """All labels of several models in the order of depth: by layer, and last those without one.
+def join_labels(labels: Iterable[Sequence[str]]) -> list[str]:
+    """All labels of several models by the layer or step that they begin with; others come last.
 
     Args:
-        labels: of the depths of each model, like "3.mlp" or "readout".
+        labels: of the depths or steps of each model, like "3.mlp", "readout" or "1000".
     """
-    deepest_first = sorted(labels, key=len, reverse=True)
-    return sorted(dict.fromkeys(chain.from_iterable(deepest_first)), key=_layer_number)
+    longest_first = sorted(labels, key=len, reverse=True)
+    return sorted(dict.fromkeys(chain.from_iterable(longest_first)), key=_leading_number)
 
 
-def _layer_number(label: str) -> float:
+def _leading_number(label: str) -> float:
     digits = re.match(r"\d+", label)
     return int(digits[0]) if digits else math.inf
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..plotting import line_look
 from .ablation import BlockAblation, PruningCurve, SublayerAblation
-from .figures import LOG_RATIO, finish_lines, join_depths, label_ticks, use_log_scale
+from .figures import LOG_RATIO, finish_lines, join_labels, label_ticks, use_log_scale
 
 
 def draw_ablation(
@@ -46,7 +46,7 @@ def _draw_bars(
     deviations: Mapping[str, list[float]],
 ) -> None:
     """A bar for each model at each label. Models may lack some labels."""
-    labels = join_depths(own for _, own, _ in models)
+    labels = join_labels(own for _, own, _ in models)
     width = 0.8 / len(models)
     for number, (name, own, values) in enumerate(models):
         colour = line_look(number)["color"]

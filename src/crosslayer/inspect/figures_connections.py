@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plotting import COLOURS, line_look
-from .figures import POSITIVE_MAP, draw_matrix, finish_lines, join_depths, label_ticks
+from .figures import POSITIVE_MAP, draw_matrix, finish_lines, join_labels, label_ticks
 from .mixing_summary import MixPattern
 from .similarity import CosineSimilarity, DepthDistances
 from .unfolding import UnfoldedMap
@@ -53,7 +53,7 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
 
 def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
     """Median and band from 5 to 95 % over tokens, a line for each model. kind: a field's name."""
-    labels = join_depths(cosines.labels for _, cosines in models)
+    labels = join_labels(cosines.labels for _, cosines in models)
     for number, (name, cosines) in enumerate(models):
         look = line_look(number)
         values = getattr(cosines, kind)

@@ -1,7 +1,7 @@
 """A run's checkpoints as a time axis."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -11,8 +11,6 @@ from ..figures import draw_lines, draw_matrix
 from ..inspection import ModelInspection
 from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
 from .section import FigurePanels, InspectedModels, Section
-
-Runs = Mapping[str, Sequence[ModelInspection]]  # of `split_runs`
 
 # Inputs whose weights are drawn: of each way, this many, evenly spaced over depth.
 _INPUTS_OF_WAY = 3
@@ -32,6 +30,7 @@ def _weight_panels(models: InspectedModels) -> FigurePanels:
     runs = split_runs(models)
     panels: FigurePanels = []
     lines = []
+    labels = []
     for run, of_run in runs.items():
         if of_run[0].connection == "prenorm":  # all weights are 1
             continue
@@ -41,17 +40,17 @@ def _weight_panels(models: InspectedModels) -> FigurePanels:
                 draw_matrix,
                 values=weights,
                 rows=_part_labels(of_run[-1], label),
-                columns=[str(model.step) for model in of_run],
+                columns=_step_labels(of_run),
                 limit=_second_largest(weights),
                 row_title="part",
                 column_title="step",
             )
             panels.append((f"{run}: into {label}", draw))
-        lines.append((run, _at_steps(runs, of_run, distance_to_last(of_run))))
+        lines.append((run, distance_to_last(of_run)))
+        labels.append(_step_labels(of_run))
     if not lines:
         return []
     name = "‖w − w at the end‖ / ‖w at the end‖"
-    labels = [_step_labels(runs)] * len(lines)
     draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
     return [*panels, ("all weights: distance to the last step", draw)]
 
@@ -63,31 +62,20 @@ def _scalar_panels(models: InspectedModels) -> FigurePanels:
     panels: FigurePanels = []
     for path, name in _SCALARS.items():
         lines = []
+        labels = []
         for run, of_run in runs.items():
             values = scalars[run].get(path, [])
             if any(map(math.isfinite, values)):
-                lines.append((run, _at_steps(runs, of_run, values)))
+                lines.append((run, values))
+                labels.append(_step_labels(of_run))
         if lines:
-            labels = [_step_labels(runs)] * len(lines)
             draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
             panels.append((name, draw))
     return panels
 
 
-def _all_steps(runs: Runs) -> list[int]:
-    return sorted({model.step or 0 for of_run in runs.values() for model in of_run})
-
-
-def _step_labels(runs: Runs) -> list[str]:
-    return [f"step {step}" for step in _all_steps(runs)]
-
-
-def _at_steps(
-    runs: Runs, of_run: Sequence[ModelInspection], values: Sequence[float]
-) -> list[float]:
-    """A run's values at the steps of all runs, NaN where it has no model."""
-    by_step = {model.step: value for model, value in zip(of_run, values, strict=True)}
-    return [by_step.get(step, math.nan) for step in _all_steps(runs)]
+def _step_labels(models: Sequence[ModelInspection]) -> list[str]:
+    return [str(model.step or 0) for model in models]
 
 
 def _part_labels(model: ModelInspection, input_label: str) -> list[str]:
