@@ -7,7 +7,7 @@ chain         connections alone, around sub-layers that copy; also other package
 step          a whole training step of a llama
 decode        one token with a static cache
 memory        peak activation memory of a training step, stored or recomputed
-arms          every arm of a recipe: a training step, a forward pass, decoding
+arms          every arm of a study: a training step, a forward pass, decoding
 machine_code  kernels compiled for a GPU, which need not be here: waits and a model of their speed
 compile_time  how many kernels a model compiles, and how long that takes
 launches      Python's time for a call of each op, which needs no GPU
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("benchmark", choices=BENCHMARKS)
     add("--out", type=Path, default=RESULTS, help="folder of the .csv files")
     add("--specs", nargs="+", help='connections, like prenorm "mudd(dilation=2)"; not for ops')
-    add("--recipe", help="for arms: a .yaml file")
+    add("--study", help="for arms: a study of evidence/studies.yaml")
     add("--arms", nargs="+", help="names of its arms; all by default")
     add("--ops", nargs="+", choices=OPS, help="ops to measure; all by default")
     add("--variants", nargs="+", choices=VARIANTS, help="what to measure")

@@ -1,6 +1,6 @@
-"""What each arm of a recipe costs beside pre-norm: a training step, a forward pass and decoding.
+"""What each arm of a study costs beside pre-norm: a training step, a forward pass and decoding.
 
-The models, the batch and the context are the recipe's. Each arm is measured `MEASUREMENTS` times,
+The models, the batch and the context are the study's. Each arm is measured `MEASUREMENTS` times,
 with the other arms between. What the .csv file has is left out, so that a measurement that was
 stopped goes on.
 """
@@ -8,41 +8,44 @@ stopped goes on.
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.decode import PROMPT_TOKENS, decoding
+from benchmarks.evidence.studies import read_plans
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
 from benchmarks.step import training_step
 from benchmarks.timing import WARMUP_CALLS, Calls, Timer, ratio_or_none, time_interleaved
-from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.task import build_model
+from crosslayer.validation import did_you_mean
 
 CALLS = ("step", "forward", "decode")
 COLUMNS = (
-    *("recipe", "arm", "connection", "tokens", "dtype"),
+    *("study", "arm", "connection", "tokens", "dtype"),
     *(f"{call} ms" for call in CALLS),
     *(f"{call} of PreNorm" for call in CALLS),
     "rounds",
 )
 TOKENS_PER_CALL = 8  # of decoding
-BYTES = 256  # the vocabulary of a recipe that states none
 MEASUREMENTS = 3  # of each arm
 
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
-    name = Path(settings.recipe).name
-    recipe = load_recipe(settings.recipe, precision="32-true", compile="none")
-    arms = [arm for arm in recipe.arms if not settings.arms or arm.name in settings.arms]
-    measured = Counter(row["arm"] for row in settings.earlier_rows if row["recipe"] == name)
+    plans = read_plans()
+    if settings.study not in plans:
+        raise ValueError(f"unknown study {settings.study!r}{did_you_mean(settings.study, plans)}")
+    plan = plans[settings.study]
+    names = settings.arms or plan.arm_names
+    arms = [arm for arm in plan.recipe.arms if arm.name in names]
+    measured = Counter(row["arm"] for row in settings.earlier_rows if row["study"] == plan.name)
     for number in range(MEASUREMENTS):
         for arm in arms:
             if measured[arm.name] <= number:
-                yield {"recipe": name} | _measure_arm(recipe, arm, settings)
+                yield {"study": plan.name} | _measure_arm(plan.recipe, arm, settings)
 
 
 def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
@@ -75,7 +78,8 @@ def build_calls(recipe: Recipe, arm: Arm, rounds: int) -> Calls:
     """The calls of one arm, of models with random weights."""
     settings = recipe.settings(arm)
     data = settings.data
-    vocab = settings.model.vocab or BYTES
+    vocab = settings.model.vocab
+    assert vocab is not None, "each study states its vocabulary"
     trained = build_model(settings, arm.connection, vocab, 0, recipe.task)
     model: Any = build_model(settings, arm.connection, vocab, 0, recipe.task).eval()
     tokens = torch.randint(vocab, (data.batch, data.context))

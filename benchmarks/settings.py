@@ -1,7 +1,6 @@
 """The options of a benchmark, and their defaults: large models on a GPU, small ones on a CPU."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from crosslayer.spec import make, split_specs
 from crosslayer.validation import check_non_negative, check_positive, parse_dtype
 
-RECIPE = Path(__file__).parent / "evidence_short.yaml"
 VARIANTS = ("kernel", "eager", "compiled", "peers")
 STREAM_SPECS = ["hyper", "mhc", "mgr"]
 CHAIN_SPECS = [
@@ -113,7 +111,7 @@ class BenchmarkSettings:
     compile: Literal["layers", "model"] = "layers"
     rounds: int = 20
     seconds: float = 10.0
-    recipe: str = str(RECIPE)
+    study: str = "short"
     arms: list[str] = field(default_factory=list)
     earlier_rows: list[dict[str, Any]] = field(default_factory=list)
 

@@ -45,7 +45,7 @@ SEEDS = 3
 # study it is by the names of the validation sets.
 LOCAL_OPTIONS = ("data", "valid")
 # Of a part, that hold for each of its studies.
-PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed", "paired", "in_overview")
+PLAN_KEYS = ("arms", "seeds", "search_rates", "speeds", "paired", "in_overview")
 # The shares of pre-norm's speed, one a measurement, by arm and call.
 Speeds = dict[str, dict[str, list[float]]]
 
@@ -66,7 +66,8 @@ class Plan:
         arms: names; empty for all of the recipe's.
         seeds: of each arm.
         search_rates: each arm has its best rate; otherwise all have that of the options.
-        same_speed: the speeds that were measured for the recipe's models are those of its models.
+        speeds: the study whose models are as fast as its own, and were measured by
+            `python -m benchmarks arms --study NAME`; "" for none.
         paired: an arm is compared with pre-norm seed by seed; otherwise with all seeds of pre-norm,
             which has more than the others.
         in_overview: it is a row of the picture of all settings.
@@ -77,7 +78,7 @@ class Plan:
     arms: list[str] = field(default_factory=list)
     seeds: int = SEEDS
     search_rates: bool = True
-    same_speed: bool = False
+    speeds: str = ""
     paired: bool = True
     in_overview: bool = True
 
@@ -95,9 +96,19 @@ class Plan:
         words += ["--seeds", str(self.seeds)]
         return shlex.join([*words, "--out", f"evidence-{self.name}"])
 
+    @property
+    def arm_names(self) -> list[str]:
+        """The names of its arms in the recipe."""
+        return self.arms or [arm.name for arm in read_recipe().arms]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of all studies with its options."""
+        return replace(read_recipe(), overrides=self.options)
+
     def settings(self) -> dict[str, Any]:
         """What its results.json has as settings."""
-        identity = replace(read_recipe(), overrides=self.options).settings().identity()
+        identity = self.recipe.settings().identity()
         plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
 
@@ -259,8 +270,8 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
         files = sorted(folder.glob(f"{name}.*.json"))
         if files:
             results = merge_results({file.name: _read_results(file) for file in files})
-            of_arms = _read_speeds(speeds) if plan.same_speed else {}
-            studies[name] = Study(plan, Comparison.from_results(results, folder), of_arms)
+            comparison = Comparison.from_results(results, folder)
+            studies[name] = Study(plan, comparison, _read_speeds(speeds, plan.speeds))
     return studies
 
 
@@ -272,14 +283,14 @@ def _read_results(file: Path) -> ComparisonResults:
     return results
 
 
-def _read_speeds(file: Path) -> Speeds:
-    """The speeds of the recipe's arms, as shares of pre-norm's.
+def _read_speeds(file: Path, study: str) -> Speeds:
+    """The speeds of a study's arms, as shares of pre-norm's.
 
     An arm that differs from another in the optimizer alone need not be measured.
     """
     speeds: Speeds = {}
     for row in read_rows(file):
-        if row["recipe"] == RECIPE.name:
+        if row["study"] == study:
             of_arm = speeds.setdefault(row["arm"], {})
             for call in ("step", "forward", "decode"):
                 of_arm.setdefault(call, []).append(float(row[f"{call} of PreNorm"]))

@@ -24,7 +24,6 @@ from benchmarks.evidence.studies import (
     Plan,
     Study,
     read_plans,
-    read_recipe,
 )
 from crosslayer.intervals import Interval, MeanEstimate, mean_and_std
 from crosslayer.number_texts import (
@@ -128,23 +127,18 @@ def judge_difference(interval: Interval) -> str:
     return VERDICTS[interval.sign]
 
 
-def planned_arms(plan: Plan) -> list[str]:
-    """The names of a study's arms."""
-    return plan.arms or [arm.name for arm in read_recipe().arms]
-
-
 def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
     """All arms of a part's one study, and what a reader must know of them."""
     (plan,) = part.plans
     study = studies.get(plan.name)
     if study is None:
         return f"Not run yet.\n\n```sh\n{plan.command}\n```"
-    names = planned_arms(plan)
+    names = plan.arm_names
     extra = [name for name in study.arms if name not in names]
     finished = [name for name in [*names, *extra] if study.runs(name)]
     rows = [arm_cells(study, name) for name in finished]
     tables = [markdown_table(LOSS_COLUMNS, rows)]
-    if plan.same_speed:
+    if plan.speeds:
         tables.append(markdown_table(COST_COLUMNS, rows))
     notes = [*_arms_notes(study), f"```sh\n{plan.command}\n```"]
     missing = [name for name in names if name not in finished]
@@ -247,9 +241,7 @@ def _test_claim(
         if study not in names:
             return None, NOT_KNOWN
         plan = plans.get(names[study])
-        if plan and (
-            arm not in planned_arms(plan) or (claim.at == "equal time" and not plan.same_speed)
-        ):
+        if plan and (arm not in plan.arm_names or (claim.at == "equal time" and not plan.speeds)):
             return None, NOT_KNOWN
     of_setting = {name: studies[real] for name, real in names.items() if real in studies}
     return judge_claim(claim, of_setting)

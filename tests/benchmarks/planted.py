@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from benchmarks.evidence.studies import RECIPE, Plan, read_recipe
+from benchmarks.evidence.studies import Plan, read_recipe
 from crosslayer.train.rate_search import scaled_name
 from tests.inspect.planted_runs import run_result
 
@@ -75,7 +75,7 @@ def _run(arm: str, connection: str, seed: int, loss: float, curve: list) -> dict
 
 def write_speeds(file: Path, speeds: dict[str, list[float]]) -> None:
     """Speeds of arms as shares of pre-norm's, like `python -m benchmarks arms` writes them."""
-    lines = ["recipe,arm,step of PreNorm,forward of PreNorm,decode of PreNorm,note"]
+    lines = ["study,arm,step of PreNorm,forward of PreNorm,decode of PreNorm,note"]
     for arm, shares in speeds.items():
-        lines += [f"{RECIPE.name},{arm},{share},{share},{share}," for share in shares]
+        lines += [f"short,{arm},{share},{share},{share}," for share in shares]
     file.write_text("\n".join(lines) + "\n")

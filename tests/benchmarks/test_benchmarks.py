@@ -46,7 +46,7 @@ OPTIONS = {  # benchmark -> its options besides TOY
     "machine_code": {"ops": ["add_norm"]},
     "compile_time": SPECS,
     "launches": {"ops": ["add_norm", "write_norm_project joint"], "streams": [8]},
-    "arms": {"recipe": str(Path(__file__).parent / "toy.yaml")},
+    "arms": {"study": "tokens-20", "arms": ["prenorm", "hyper"]},
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and the compiler
 
@@ -83,7 +83,7 @@ def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
         assert row.get("connection", row.get("op")) in printed
     if name == "arms":  # what was measured is left out
         assert command_line.main(command_words(name, tmp_path)) == 0
-        assert [row["arm"] for row in rows] == 3 * ["prenorm", "two streams"]
+        assert [row["arm"] for row in rows] == 3 * ["prenorm", "hyper"]
         assert len(read_rows(tmp_path / "arms.csv")) == 6
     assert rows[0]["command"].startswith(f"python -m benchmarks {name} --out")
 
