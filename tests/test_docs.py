@@ -13,7 +13,7 @@ import torch
 import crosslayer
 from crosslayer import connections
 from crosslayer.train.recipe import load_recipe
-from tests.hf.plain_models import GPT
+from tests.hf.plain_models import GPT, nanogpt_module
 from tests.support.hub import snapshot_folder
 
 ROOT = Path(__file__).parent.parent
@@ -42,8 +42,7 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     build("neox-parallel").save_pretrained(snapshot_folder(tmp_path, "EleutherAI/pythia-160m"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    nanogpt = SimpleNamespace(GPT=lambda config: GPT(), GPTConfig=object)
-    monkeypatch.setitem(sys.modules, "model", nanogpt)
+    monkeypatch.setitem(sys.modules, "model", nanogpt_module())
     for name in ("olmo_core", "olmo_core.nn", "olmo_core.nn.transformer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     config = SimpleNamespace(build=lambda init_device: GPT())

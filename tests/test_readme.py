@@ -22,6 +22,7 @@ import torch
 
 import crosslayer
 from crosslayer.connection import PRENORM_FUNCTIONS
+from tests.hf.plain_models import nanogpt_module
 from tests.support.hub import save_dataset, snapshot_folder
 
 ROOT = Path(__file__).parent.parent
@@ -164,8 +165,9 @@ def test_the_entry_point_runs_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.xdist_group("readme")
-@pytest.mark.parametrize("block", blocks("python"), ids=["connect", "stack"])
-def test_python_blocks_run(block, checkout):
+@pytest.mark.parametrize("block", blocks("python"), ids=["hugging face", "nanogpt"])
+def test_python_blocks_run(block, checkout, monkeypatch):
+    monkeypatch.setitem(sys.modules, "model", nanogpt_module())
     names: dict = {}
     exec(block, names)
     assert any(isinstance(value, torch.Tensor | torch.nn.Module) for value in names.values())

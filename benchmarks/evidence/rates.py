@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.evidence.figures import LOSS, MAIN_ARMS, Figure
 from benchmarks.evidence.studies import BASELINE, Part, Study, read_recipe
+from benchmarks.evidence.tables import describe_commands
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.intervals import mean_interval
 from crosslayer.number_texts import NOT_KNOWN, format_interval, markdown_table
@@ -52,8 +53,7 @@ def rate_table(part: Part, studies: Mapping[str, Study]) -> str:
             if of_arm:
                 rows.append({"layers": str(layers), "arm": name} | cells)
     table = markdown_table(("layers", "arm", *columns.values()), rows, ("arm",))
-    commands = "\n".join(plan.command for plan in part.plans if plan.arms)
-    return f"{table}\n\n```sh\n{commands}\n```"
+    return f"{table}\n\n{describe_commands(part)}"
 
 
 def rate_figure(part: Part, studies: Mapping[str, Study]) -> Figure:

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.evidence.studies import BASELINE, Part, Plan, Study
-from benchmarks.evidence.tables import NOT_RUN, arm_cells, describe_embeddings
+from benchmarks.evidence.tables import NOT_RUN, arm_cells, describe_commands, describe_embeddings
 from crosslayer.inspect.training import PowerLaw, estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
@@ -13,13 +13,10 @@ from crosslayer.number_texts import NOT_KNOWN, markdown_table
 
 def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
     """Each arm's difference to pre-norm in each study of a part that has results."""
-    # a study of all arms has a table of its own
-    own = [plan for plan in part.plans if plan.arms]
-    commands = "\n".join(plan.command for plan in own)
-    commands = f"```sh\n{commands}\n```"
     finished = [plan for plan in part.plans if plan.name in studies]
-    if not any(plan in own for plan in finished):
-        return f"Not run yet.\n\n{commands}"
+    # a study of all arms has a table of its own
+    if not any(plan.arms for plan in finished):
+        return f"Not run yet.\n\n{describe_commands(part)}"
     varied = {option for plan in part.plans for option in plan.options}
     rows = []
     for name in part.arms:
@@ -31,7 +28,7 @@ def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
     missing = [describe_options(plan, varied) for plan in part.plans if plan not in finished]
     if missing:
         texts.append(f"Not run yet: {'; '.join(missing)}.")
-    return "\n\n".join([*texts, commands])
+    return "\n\n".join([*texts, describe_commands(part)])
 
 
 def describe_options(plan: Plan, options: Collection[str]) -> str:
@@ -70,7 +67,7 @@ def _difference_cell(study: Study, name: str) -> str:
     if not study.runs(name):
         return NOT_RUN
     cells = arm_cells(study, name)
-    text = f"{cells['loss, own rate']} at {cells['rate']}"
+    text = f"{cells['loss, best rate']} at {cells['rate']}"
     difference = cells["vs prenorm"]
     return text if difference == NOT_KNOWN else f"{text}<br>{difference}"
 

@@ -62,6 +62,7 @@ class Plan:
 
     Attributes:
         name: of its files.
+        part: the title of the part that describes it.
         options: in which it differs from the recipe.
         arms: names; empty for all of the recipe's.
         seeds: of each arm.
@@ -74,6 +75,7 @@ class Plan:
     """
 
     name: str
+    part: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     arms: list[str] = field(default_factory=list)
     seeds: int = SEEDS
@@ -147,7 +149,7 @@ def read_plans() -> dict[str, Plan]:
         of_part = {key: row[key] for key in PLAN_KEYS if key in row}
         for name, options in row["studies"].items():
             if options is not None:  # it is described in this part
-                plans[name] = Plan(name, options, **of_part)
+                plans[name] = Plan(name, row["part"], options, **of_part)
     return plans
 
 

@@ -40,7 +40,7 @@ VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
 LEAST_DIFFERENCE = 0.01  # nats a token, 1 % of perplexity; an interval inside it is "equal"
 STARTING_RATE = "seed 0, starting rate (vs prenorm)"
 LOSS_COLUMNS = (
-    *("arm", "parameters", "rate", STARTING_RATE, "seeds", "loss, own rate"),
+    *("arm", "parameters", "rate", STARTING_RATE, "seeds", "loss, best rate"),
     *("vs prenorm", "verdict"),
 )
 COST_COLUMNS = (
@@ -54,7 +54,7 @@ def arm_cells(study: Study, name: str) -> Cells:
     """All that is known of an arm, by the names of the columns."""
     speeds = study.speeds.get(name, {})
     cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), NOT_KNOWN)
-    cells |= {"arm": name, "loss, own rate": NOT_RUN}
+    cells |= {"arm": name, "loss, best rate": NOT_RUN}
     for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
         of_call = speeds.get(call)
         if name == BASELINE and of_call:
@@ -72,7 +72,7 @@ def arm_cells(study: Study, name: str) -> Cells:
     cells[STARTING_RATE] = _format_first_trial(study, name)
     final = [run.valid_loss for run in runs.values()]
     cells["seeds"] = str(len(final))
-    cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
+    cells["loss, best rate"] = format_mean_std(mean_and_std(final), ".4f")
     early = list(study.losses_at_equal_time(name).values())
     if early:
         cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
@@ -145,6 +145,17 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
     if missing:
         notes.append(f"Not run yet: {', '.join(missing)}.")
     return "\n\n".join([*tables, *notes])
+
+
+def describe_commands(part: Part) -> str:
+    """The commands of the studies that a part describes, and where those of the others are."""
+    commands = "\n".join(plan.command for plan in part.plans if plan.part == part.title)
+    texts = [f"```sh\n{commands}\n```"] if commands else []
+    others = dict.fromkeys(plan.part for plan in part.plans if plan.part != part.title)
+    if others:
+        names = ", ".join(f'"{title}"' for title in others)
+        texts.append(f"Commands of the other studies: under {names}.")
+    return "\n\n".join(texts)
 
 
 def _arms_notes(study: Study) -> list[str]:
