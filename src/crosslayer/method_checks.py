@@ -243,7 +243,7 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
     if "_modules" not in vars(connection) or "norms" not in connection._modules:
         raise TypeError(f"{name}.__init__ must call super().__init__(site, dim, norm)")
     parameters = {key: p for key, p in connection._parameters.items() if p is not None}
-    _check_names(connection, base, parameters)
+    _check_names(connection, base)
     for key, value in (("site", site), ("dim", dim), ("is_readout", site.is_readout)):
         if getattr(connection, key) is not value:
             raise TypeError(_taken_name(name, key))
@@ -264,10 +264,13 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
         )
 
 
-def _check_names(connection: Any, base: type, parameters: dict[str, nn.Parameter]) -> None:
-    """Raise a TypeError where an attribute or a parameter has a name of the interface's."""
+def _check_names(connection: Any, base: type) -> None:
+    """Raise a TypeError where an attribute has a name of the interface's.
+
+    torch refuses a parameter of such a name.
+    """
     name = type(connection).__name__
-    for key in [*vars(connection), *parameters]:
+    for key in vars(connection):
         if callable(getattr(base, key, None)):
             raise TypeError(
                 f"{name} sets self.{key}, which is a method of every connection; choose another "
