@@ -163,6 +163,36 @@ def test_accuracy_of_sources_read_twice(case):
     assert_accurate(case, 3, 63, torch.bfloat16, DEVICE, 5)
 
 
+def test_accuracy_of_a_mixture_longer_than_a_program():
+    """One norm would fit in registers, but each program has a piece of the row."""
+    D = launch.MAX_ROW_BLOCK * 3 // 2
+    assert_accurate(mix_case(2, 1, True, 1, 1), 2, D, torch.bfloat16, DEVICE)
+
+
+@pytest.mark.parametrize("name", ["depth_mix", "depth_attention"])
+def test_a_source_without_gradient_is_passed_on_as_it_is(name):
+    frozen, x = torch.randn(2, 1, 3, 7, device=DEVICE)
+    weights = torch.randn(1, 2) if name == "depth_mix" else torch.randn(7)
+    _, passed = getattr(kernel_ops(), name)((frozen, x.requires_grad_()), weights.to(DEVICE))
+    assert passed[0] is frozen and passed[1].grad_fn is not None
+
+
+def test_norms_of_two_kinds_are_applied_after_the_kernel(launched):
+    X = tuple(torch.randn(2, 1, 3, 7, device=DEVICE))
+    weight, bias = torch.rand(2, 7, device=DEVICE)
+    kinds = (
+        NormSpec(weight, None, 1e-6, centred=False),
+        NormSpec(weight, None, 1e-1, centred=False),
+        NormSpec(weight, bias, 1e-6, centred=True),
+    )
+    w = torch.randn(3, 2, device=DEVICE)
+    outputs = tuple(enumerate(kinds))
+    mixed, _ = kernel_ops().depth_mix(X, w, outputs)
+    assert launched == ["depth_mix_forward"]
+    for out, expected in zip(mixed, ops.depth_mix(X, w, outputs)[0], strict=True):
+        torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -251,6 +281,16 @@ def test_a_write_of_lower_precision_is_added_in_the_kernel(launched):
     assert launched == ["add_norm_forward", "add_norm_backward"] * 2
     for mixed, equal in zip(*results, strict=True):
         assert torch.equal(mixed, equal)
+
+
+def test_a_write_of_higher_precision_widens_the_stream(launched):
+    """In the kernel h' would be rounded to the dtype of h."""
+    h, y = torch.randn(2, 2, 3, 7, device=DEVICE)
+    norm = NormSpec(torch.rand(7, device=DEVICE), None, 1e-6, centred=False)
+    outs = kernel_ops().add_norm(h.bfloat16(), y, norm)
+    for out, expected in zip(outs, ops.add_norm(h.bfloat16(), y, norm), strict=True):
+        assert torch.equal(out, expected) and out.dtype == torch.float32
+    assert not launched
 
 
 @all_paths

@@ -64,10 +64,8 @@ def test_kernels_in_the_interpreter(module):
 
 @pytest.mark.slow
 def test_connections_in_the_interpreter():
-    run_suite(
-        "connections or fused_norms or hook or model or disconnect or does_not_support or twice "
-        "or lower_precision"
-    )
+    """And all other tests that have none of the cases."""
+    run_suite(f"not ({' or '.join(CASES)})")
 
 
 @pytest.mark.slow

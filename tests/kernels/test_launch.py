@@ -1,5 +1,6 @@
 """How Python reaches a kernel: operations of torch, and what is cached of a launch."""
 
+import importlib
 import itertools
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ triton = pytest.importorskip("triton")
 from crosslayer.kernels import launch  # noqa: E402
 from crosslayer.kernels.hyper import fits_program  # noqa: E402
 from crosslayer.kernels.library_op import LibraryOp  # noqa: E402
+from crosslayer.norms import NormSpec  # noqa: E402
+from crosslayer.ops import dispatch  # noqa: E402
 
 
 @LibraryOp
@@ -232,3 +235,44 @@ def test_what_triton_compiles_apart_is_told_apart():
 def test_streams_fit_a_program_of_hyper_connections(n, D, dtype, fits):
     H = torch.empty(1, 1, n, D, dtype=dtype, device="meta")
     assert fits_program(H, H[..., :1, :], H[..., 0], None) == fits
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(1, 1, *shape, dtype=dtype, device="meta")
+
+
+NORM = NormSpec(torch.empty(0, device="meta"), None, 1e-6, centred=False)
+ONE_WRITE = empty(2, 64), empty(1, 64), empty(2)  # H, Y, beta
+SINGLE_PASS = empty(2, 64), empty(64), empty(2), None, empty(2)  # H, y, beta, res, pre
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "supports"),
+    [
+        ("depth_mix", ((empty(8),) * 128, None), True),
+        ("depth_mix", ((empty(8),) * 129, None), False),
+        ("hyper_connection", (*ONE_WRITE, None, 1, NORM), True),
+        ("hyper_connection", (*ONE_WRITE, None, 2, None), True),
+        ("hyper_connection", (*ONE_WRITE, None, 2, NORM), False),
+        ("hyper_connection", (*ONE_WRITE[:2], None, None), False),  # a write of weight 1
+        ("hyper_connection", (ONE_WRITE[0], None, None, None), True),  # the first site
+        ("single_pass_connection", (*SINGLE_PASS, torch.empty(128, 64), 1e-6, NORM), True),
+        ("single_pass_connection", (*SINGLE_PASS, torch.empty(128, 65)), False),
+        (
+            "single_pass_connection",
+            (empty(2, 64, dtype=torch.float16), *SINGLE_PASS[1:], torch.empty(128, 8), 1e-6, NORM),
+            False,
+        ),
+        ("sinkhorn", (empty(4, 4, dtype=torch.float32), 20, 1e-6), True),
+        ("sinkhorn", (empty(4, 4, dtype=torch.float32), 20, 0.0), False),
+        ("sinkhorn", (empty(4, 4, dtype=torch.float32), 20, 1e-39), False),
+        ("write_norm_project", (*ONE_WRITE, torch.empty(64, 128)), True),
+        ("write_norm_project", (*ONE_WRITE, torch.empty(64, 129)), False),
+        ("write_norm_project", (empty(4, 64), None, None, torch.empty(256, 128)), True),
+        ("write_norm_project", (empty(5, 64), None, None, torch.empty(320, 65)), False),
+    ],
+)
+def test_what_a_kernel_supports(op, arguments, supports):
+    """Where it does not, the reference runs."""
+    importlib.import_module("crosslayer.kernels")
+    assert dispatch.registered_kernels[op].supports(*arguments) is supports
