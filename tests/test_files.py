@@ -4,9 +4,12 @@ import multiprocessing
 import os
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from crosslayer.files import list_files, lock_folder, new_folder, parse_json, read_json
 from crosslayer.run_folders import run_folder_name
@@ -65,20 +68,30 @@ def test_json_of_the_expected_kind(tmp_path):
         read_json(tmp_path, dict)
 
 
+def test_a_holder_that_has_not_yet_written_its_name(tmp_path):
+    message = f"^{re.escape(str(tmp_path))}: in use by another process; wait"
+    with FileLock(tmp_path / ".lock"), pytest.raises(ValueError, match=message):
+        lock_folder(tmp_path).__enter__()
+
+
 def test_linked_folders_are_listed_by_one_name_on_every_file_system(tmp_path, monkeypatch):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.txt").write_text("x")
     (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b" / "around").symlink_to(tmp_path)
     walk = os.walk
+    visited = []
 
     def reversed_walk(*arguments, **options):
         for root, folders, names in walk(*arguments, **options):
+            visited.append(root)
             folders.sort(reverse=True)
             yield root, folders, names
 
     expected = list_files(tmp_path)
     monkeypatch.setattr(os, "walk", reversed_walk)
     assert list_files(tmp_path) == expected == [tmp_path / "a" / "x.txt"]
+    assert len(visited) == 4, "the folder around it is not walked again"
 
 
 def test_names_of_folders_fit_in_255_bytes():
@@ -106,6 +119,32 @@ def test_all_files_of_a_folder_are_on_disk_before_it_is_renamed(tmp_path, monkey
     assert (tmp_path / "out" / "weights" / "a").read_text() == "a"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["weights"]
+
+
+def test_a_new_folder_has_nothing_of_a_process_that_was_killed(tmp_path):
+    (tmp_path / "out.part" / "old").mkdir(parents=True)
+    (tmp_path / "out.part" / "old.txt").touch()
+    with new_folder(tmp_path / "out") as work:
+        (work / "a").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def test_a_new_folder_is_removed_where_its_making_is_interrupted(tmp_path):
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "out"):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_folder_that_another_process_has_just_made(tmp_path, monkeypatch):
+    @contextmanager
+    def lock_late(folder: Path) -> Iterator[None]:
+        with lock_folder(folder):
+            (tmp_path / "out" / "a").mkdir(parents=True)
+            yield
+
+    monkeypatch.setattr("crosslayer.files.lock_folder", lock_late)
+    with pytest.raises(ValueError, match="out: not empty"), new_folder(tmp_path / "out"):
+        pytest.fail("the work is done before it is refused")
 
 
 def test_a_new_folder_behind_a_link_and_a_mounted_disk(tmp_path, monkeypatch):
