@@ -273,3 +273,15 @@ def test_zero_connection_updates():
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak
         assert torch.equal(alpha, before[0]) == (step < 3) and not torch.equal(head, before[1])
+
+
+def test_zero_connection_updates_of_other_optimizers():
+    model = tiny_gpt("denseformer")
+    with pytest.raises(ValueError, match="groups have no names; make them with param_groups"):
+        zero_connection_updates(torch.optim.AdamW(model.parameters()))
+    # before a backward pass, and where a connection has no gradient in this step
+    optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
+    zero_connection_updates(optimizer)
+    for group in optimizer.param_groups:
+        assert group["lr"] == (0 if group["name"].startswith("connection") else 1e-2)
+    assert model.readout.alpha.grad is None
