@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from crosslayer.files import list_files, lock_folder, new_folder, parse_json, read_json
+from crosslayer.files import (
+    expand_place,
+    list_files,
+    lock_folder,
+    new_folder,
+    parse_json,
+    read_json,
+)
 from crosslayer.run_folders import run_folder_name
 
 
@@ -80,18 +87,23 @@ def test_linked_folders_are_listed_by_one_name_on_every_file_system(tmp_path, mo
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b" / "around").symlink_to(tmp_path)
     walk = os.walk
-    visited = []
+    for is_reversed in (False, True):
 
-    def reversed_walk(*arguments, **options):
-        for root, folders, names in walk(*arguments, **options):
-            visited.append(root)
-            folders.sort(reverse=True)
-            yield root, folders, names
+        def walk_in_order(*arguments, **options):
+            for count, (root, folders, names) in enumerate(walk(*arguments, **options)):
+                assert count < 4, "a folder is walked again through the link in it"
+                folders.sort(reverse=is_reversed)
+                yield root, folders, names
 
-    expected = list_files(tmp_path)
-    monkeypatch.setattr(os, "walk", reversed_walk)
-    assert list_files(tmp_path) == expected == [tmp_path / "a" / "x.txt"]
-    assert len(visited) == 4, "the folder around it is not walked again"
+        monkeypatch.setattr(os, "walk", walk_in_order)
+        assert list_files(tmp_path) == [tmp_path / "a" / "x.txt"]
+
+
+def test_places_may_have_a_home_and_variables(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("CORPORA", "~/corpora")
+    assert expand_place("~/text") == "/home/ada/text"
+    assert expand_place("$CORPORA/text") == "/home/ada/corpora/text"
 
 
 def test_names_of_folders_fit_in_255_bytes():
