@@ -317,16 +317,24 @@ class WithUnknownAnnotation(PreNorm):
             TypeError,
             "the field 'gain' of its state is a int; a state contains tensors, tuples of them",
         ),
+        (
+            built_with(lambda self: setattr(self, "initial_function", "pre-norm")),
+            ValueError,
+            "Mine.initial_function must be one of 'bitwise prenorm', 'prenorm', .*, got 'pre-norm'",
+        ),
         (WithoutSuper, TypeError, r"WithoutSuper.__init__ must call super\(\).__init__\(site, dim"),
         (
             built_with(lambda self: setattr(self, "init", 0.1)),
             TypeError,
             "sets self.init, which is a method of every connection",
         ),
-        (
-            built_with(lambda self: setattr(self, "dim", 3)),
-            TypeError,
-            "sets self.dim, which every connection has",
+        *(
+            (
+                built_with(lambda self, key=key: setattr(self, key, None)),
+                TypeError,
+                f"sets self.{key}, which every connection has",
+            )
+            for key in ("site", "dim", "is_readout")
         ),
         (with_parameter("g", 1), TypeError, "has the parameter 'g' and no method reset_parameters"),
         (with_parameter("g"), TypeError, "parameter 'g' has no dimension, which FSDP cannot shard"),
@@ -412,6 +420,16 @@ def test_options_of_any_annotation():
         crosslayer.make("mine(sizes=(1, 'a'))")
     with pytest.raises(ValueError, match="kind must be set or None, got 3"):
         crosslayer.make("mine(kind=3)")
+    site = crosslayer.plan(1)[0]
+    with pytest.raises(ValueError, match=r"cannot build mine\(rank='four'\) with these values \("):
+        crosslayer.make("mine(rank='four')")(site, 4, lambda port: nn.RMSNorm(4))
+
+
+@pytest.mark.usefixtures("no_registered_method")
+def test_an_error_of_a_method_without_options_is_its_own():
+    crosslayer.register_connection("mine", built_with(lambda self: self.absent))
+    with pytest.raises(AttributeError, match="absent"):
+        crosslayer.make("mine")(crosslayer.plan(1)[0], 4, lambda port: nn.RMSNorm(4))
 
 
 class NeedsRank(PreNorm):
@@ -424,6 +442,11 @@ class TakesStreamDtype(PreNorm):
         super().__init__(site, dim, norm)
 
 
+class TakesOptions(PreNorm):
+    def __init__(self, site, dim, norm, options: str = ""):
+        super().__init__(site, dim, norm)
+
+
 @pytest.mark.usefixtures("no_registered_method")
 def test_options_of_a_class():
     crosslayer.register_connection("ranked", NeedsRank)
@@ -431,9 +454,10 @@ def test_options_of_a_class():
         crosslayer.make("ranked")
     with pytest.raises(ValueError, match="unknown option 'other' of 'ranked'"):
         crosslayer.make("ranked(rank=1, other=2)")
-    crosslayer.register_connection("typed", TakesStreamDtype)
-    with pytest.raises(TypeError, match="option 'stream_dtype' has a name that every connection"):
-        crosslayer.make("typed")
+    for option, method in (("stream_dtype", TakesStreamDtype), ("options", TakesOptions)):
+        crosslayer.register_connection(f"takes_{option}", method)
+        with pytest.raises(TypeError, match=f"option '{option}' has a name that every connection"):
+            crosslayer.make(f"takes_{option}")
     with pytest.raises(ValueError, match=r'register_connection\("needsrank", NeedsRank\)'):
         crosslayer.make(NeedsRank)
 
@@ -459,10 +483,9 @@ def test_a_method_that_lacks_a_part():
     state = Nothing(site, 4, lambda port: nn.RMSNorm(4)).init(torch.ones(1, 1, 4))
     with pytest.raises(NotImplementedError, match="Nothing needs mix_inputs"):
         Nothing(site, 4, lambda port: nn.RMSNorm(4)).read(state)
-    with pytest.raises(TypeError, match="weight_decay_params must contain names, got a string"):
-
-        class Misspelt(PreNorm):
-            weight_decay_params = "weight"
+    for attribute in ("weight_decay_params", "test_variants"):
+        with pytest.raises(TypeError, match=f"{attribute} must contain names, got a string"):
+            type("Misspelt", (PreNorm,), {attribute: "weight"})
 
 
 def test_streams_that_others_have_cast_are_refused():
@@ -471,9 +494,10 @@ def test_streams_that_others_have_cast_are_refused():
     _, state = first.read(first.init(torch.ones(1, 2, 4)))
     state = first.write(state, torch.ones(1, 2, 4, dtype=torch.bfloat16))
     second.read(state)
-    cast = tree_map(lambda x: x if x is None else x.bfloat16(), state)  # as FSDP2 does
-    with pytest.raises(ValueError, match=r"its state has come in bfloat16.*cast_forward_inputs"):
-        second.read(cast)
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        cast = tree_map(lambda x: x if x is None else x.to(dtype), state)  # as FSDP2 does
+        with pytest.raises(ValueError, match=rf"state has come in {name}.*cast_forward_inputs"):
+            second.read(cast)
 
 
 def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """The public interface: names, specs, what they print, and how they fail."""
 
 import pickle
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -77,10 +77,15 @@ class Streams(IntEnum):
     TWO = 2
 
 
+Ways = Enum("Ways", {"READ": "k v r"}, type=str)
+
+
 def test_numbers_and_enums_of_others_are_written_as_pythons():
     spec = make("hyper", streams=Streams.TWO, matrix=[[np.float64(0.5), 1.0]], dynamic=True)
     assert str(spec) == "hyper(streams=2, matrix=[[0.5, 1.0]], dynamic=True)"
     assert str(make("highway", bias=np.float64(-2))) == "highway(bias=-2.0)"
+    for ways in (Ways.READ, np.str_("k v r")):
+        assert str(make("mudd", ways=ways)) == "mudd(ways='k v r')"
     rows = ((0, np.float32(1)), [np.int64(1), np.float64(0.5)])
     spec = make("hyper", streams=1, matrix=rows)
     assert str(make(str(spec))) == str(spec) == "hyper(streams=1, matrix=((0, 1.0), [1, 0.5]))"
@@ -111,7 +116,7 @@ def test_former_names():
             r"^cannot read the connection 'mudd\(2\)': expected .* a name with options by keyword",
         ),
         ("mudd(dilation=)", "^cannot read the connection"),
-        ("mudd(**{'dilation': 2})", "^cannot read the connection"),
+        ("mudd(period=2, **{'dilation': 2})", "^cannot read the connection"),
         ("mudd(dilation=__import__('os'))", "^mudd: dilation must be a number, a string, a list"),
         ("mudd(dilation=1, dilation=2)", "^mudd: the option 'dilation' is given twice$"),
         ("mudd(dilation=" + "[" * 999 + "]" * 999 + ")", "^cannot read the connection"),
@@ -131,6 +136,8 @@ def test_former_names():
         ("os.system", "^cannot read the connection"),
         ("mudd#dilation=2", "^cannot read the connection 'mudd#dilation=2'"),
         ("", "^cannot read the connection"),
+        ("mudd\ud800", r"^cannot read the connection 'mudd\\ud800'"),
+        (None, "^cannot read the connection None"),
     ],
 )
 def test_bad_strings(text, message):
@@ -211,10 +218,10 @@ def test_bad_options(text, message):
 
 
 def test_split_specs():
-    assert split_specs("a, b(x=1, y='p q') c(z=\"(\"),d") == [
+    assert split_specs("a, b(x=1, y='p q') c(z=\"('(\"),d") == [
         "a",
         "b(x=1, y='p q')",
-        'c(z="(")',
+        'c(z="(\'(")',
         "d",
     ]
 
@@ -276,12 +283,21 @@ def write_twice(spec: str) -> None:
         (lambda: make("mudd")(0, 8, nn.RMSNorm), "^site must come from crosslayer.plan, got 0$"),
         (lambda: make("mudd")(SITE, 8, nn.RMSNorm(8)), NO_FUNCTION),
         (lambda: stack_of_two(norm=nn.RMSNorm(8)), NO_FUNCTION),
+        (lambda: make("mudd")(SITE, 8, None), "^norm must be a function .*RMSNorm.*, got None$"),
         (
             lambda: make("mudd")(SITE, 8, nn.RMSNorm),
             r"^norm must take the name of a port, like lambda port: nn.RMSNorm\(8\), got the class",
         ),
         (
             lambda: make("mudd(stream_dtype='float32')")(SITE, 8, lambda port: nn.Identity()),
+            r"^stream_dtype needs norms with a weight, .* got Identity\(\)$",
+        ),
+        (
+            lambda: make("prenorm(stream_dtype='float32')")(
+                crosslayer.plan(1, parallel=True)[0],
+                8,
+                {"attn": nn.RMSNorm(8), "mlp": nn.Identity()}.get,
+            ),
             r"^stream_dtype needs norms with a weight, .* got Identity\(\)$",
         ),
         (lambda: write_twice("prenorm"), "^write was called twice without a read in between"),
@@ -292,6 +308,11 @@ def write_twice(spec: str) -> None:
             r"^write takes an output of the stream's shape, \[2 3 8\], got \[2 1 8\]",
         ),
         (lambda: crosslayer.plan("2"), "^layers must be a whole number of at least 1, got '2'$"),
+        (lambda: crosslayer.plan(True), "^layers must be a whole number of at least 1, got True$"),
+        (
+            lambda: make("prenorm")(SITE, 2**31, lambda port: nn.RMSNorm(8)),
+            "^dim must be at most 2147483647, got 2147483648$",
+        ),
         (
             lambda: stack_of_two(recompute="layers"),
             "^recompute must be one of 'streams', 'inversion', got 'layers'$",
@@ -315,11 +336,33 @@ def write_twice(spec: str) -> None:
             lambda: crosslayer.param_groups(nn.Linear(8, 8), -1, 0.1),
             "^lr must be a number of at least 0, got -1$",
         ),
+        (
+            lambda: crosslayer.param_groups(nn.Linear(8, 8), 0.1, float("inf")),
+            "^weight_decay must be a number of at least 0, got inf$",
+        ),
+        (
+            lambda: crosslayer.param_groups(nn.Linear(8, 8), 0.1, 0.1, True),
+            "^connection_lr_scale must be a number of at least 0, got True$",
+        ),
     ],
 )
 def test_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (None, TypeError, "of floating-point numbers, got a NoneType$"),
+        (torch.zeros(2, 8, dtype=torch.long), TypeError, "got int64; embed token ids first$"),
+        (torch.zeros(2, 3, 4), ValueError, r"^init takes the embedding, \[B T 8\] .*\[2 3 4\]$"),
+        (torch.zeros(()), ValueError, r"got \[\]$"),
+    ],
+)
+def test_init_takes_an_embedding(x, error, message):
+    with pytest.raises(error, match=message):
+        build("prenorm").init(x)
 
 
 @pytest.mark.parametrize("name", ["prenorm", "hyper", "highway"])
@@ -382,6 +425,8 @@ def test_a_state_needs_a_field_for_the_write():
     connection = Untyped(crosslayer.plan(1)[0], 8, lambda port: nn.Identity())
     with pytest.raises(TypeError, match="Untyped: its state NoWrite must be a Named"):
         connection.init(torch.randn(1, 2, 8))
+    with pytest.raises(TypeError, match="Untyped takes a state, got a NoneType; start with sites"):
+        connection.read(None)
 
 
 def test_a_former_attribute_is_named():
