@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import math
 import os
 import pickle
@@ -25,13 +26,14 @@ from lightning.fabric.loggers import Logger
 from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
 from crosslayer.cli.train import train_and_export
+from crosslayer.connection import find_connections
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
 from crosslayer.losses import next_token_loss
 from crosslayer.run_folders import checkpoint_name
 from crosslayer.spec import make
-from crosslayer.train.callbacks import ConnectAtStep, SaveCheckpoints
-from crosslayer.train.checkpoint import list_checkpoints
+from crosslayer.train.callbacks import ConnectAtStep, LogDiagnostics, SaveCheckpoints
+from crosslayer.train.checkpoint import _crc32, list_checkpoints, remove_checkpoint
 from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.diagnostics import connection_diagnostics
 from crosslayer.train.evaluation import evaluate_examples, summarise_metrics
@@ -274,6 +276,13 @@ def test_a_damaged_checkpoint(text, left, file, damage, message):
     assert "\n" not in str(error.value) and steps(left) == [3, 6]
 
 
+def test_a_checksum_is_that_of_a_whole_file(tmp_path):
+    """It is read in blocks of 16 MiB."""
+    content = b"first" + bytes(2**24)
+    (tmp_path / "file").write_bytes(content)
+    assert _crc32(tmp_path / "file") == zlib.crc32(content)
+
+
 def test_out_of_memory_is_no_damage(text, left, monkeypatch):
     """torch wraps what the reading of a checkpoint raises."""
 
@@ -294,6 +303,17 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     (tmp_path / "step-400").mkdir()  # a model's
     names = [path.name for path in list_checkpoints(tmp_path)]
     assert names == ["step-00000008", "step-00000009.part", "step-99999999", "step-100000000"]
+
+
+def test_a_checkpoint_is_unfinished_while_it_is_removed(tmp_path, monkeypatch):
+    def stop(path):
+        raise KeyboardInterrupt
+
+    (tmp_path / checkpoint_name(8)).mkdir()
+    monkeypatch.setattr(shutil, "rmtree", stop)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(tmp_path / checkpoint_name(8))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000008.part"]
 
 
 def make_trainer(text, arm, seed=0, **options):
@@ -352,8 +372,10 @@ def test_mixed_precision_is_autocast(text):
     for precision in ("bf16-mixed", "32-true"):
         trainer = make_trainer(text, "prenorm", precision=precision)
         trainer.model.lm_head.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-        trainer.step()
-    assert seen == [torch.bfloat16, torch.float32]
+        diagnostics = LogDiagnostics(None, every=1)
+        diagnostics.on_fit_start(trainer)
+        diagnostics.on_step(trainer, trainer.step())
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_the_change_of_loss_at_a_switch(text):
@@ -390,11 +412,21 @@ def test_a_run_that_changes_its_connection(text, tmp_path):
     with pytest.raises(ValueError, match="a step from 1 to 12, got 13"):
         make_trainer(text, "prenorm").fit([ConnectAtStep(13, "hyper")])
     sharded = make_trainer(text, "prenorm", strategy="fsdp")  # of one process, so it is not
+    ConnectAtStep(4, "hyper").on_fit_start(sharded)
     sharded.fabric = types.SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match="a sharded model cannot change its connection"):
         ConnectAtStep(4, "hyper").on_fit_start(sharded)
     with pytest.raises(ValueError, match="unknown connection 'hyperr'"):
         ConnectAtStep(4, "hyperr")
+
+
+def test_a_connection_that_comes_later_begins_as_that_of_the_seed(text):
+    trainer = make_trainer(text, "prenorm", steps=1, evals=1)
+    trainer.fit([ConnectAtStep(1, "mudd")])
+    models = trainer.model, make_trainer(text, "mudd").model
+    for later, first in zip(*map(find_connections, models), strict=True):
+        for name, parameter in later.named_parameters(recurse=False):
+            assert torch.equal(parameter, getattr(first, name)), name
 
 
 def test_folders_of_other_names_are_left_alone(text, left):
@@ -549,6 +581,9 @@ def test_changed_data(text, tmp_path):
     copy.write_text(copy.read_text() + "one line more\n")
     with pytest.raises(ValueError, match="belongs to another run, with data sha256"):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
+    other = copy.rename(tmp_path / "other.txt")
+    with pytest.raises(ValueError, match=r"with data = '.*text\.txt'; here it is '.*other\.txt'"):
+        run({"data": str(other), "save_every": 3}, "prenorm", tmp_path / "run")
 
 
 def test_the_first_set_of_the_settings_is_the_result(text, tmp_path):
@@ -724,6 +759,8 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     message = r"prenorm: the loss is (nan|inf) at step 8; the last checkpoint is .*06"
     with pytest.raises(RunDiverged, match=message):
         run(settings, "prenorm", tmp_path / "stop", task=failing_task(8, value))
+    with pytest.raises(RunDiverged, match=r"at step 7; the last checkpoint is .*06"):
+        run(settings, "prenorm", tmp_path / "stop", task=failing_task(1, value))
     skipping = run(
         {**settings, "unstable": "skip"},
         "prenorm",
@@ -841,8 +878,8 @@ def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
     settings = {"data": text, "save_every": 3, "log_every": 1, "layers": 1}
     whole = run(settings, "prenorm")
     run(settings, "prenorm", tmp_path / "run", stop=8)
-    half_written, half_deleted = (tmp_path / "run" / f"step-0000000{i}" for i in ("9.part", 2))
-    for folder in (half_written, half_deleted):
+    for name in ("9.part", "6.old", 8, 2):  # half written, replaced and half deleted
+        folder = tmp_path / "run" / f"step-0000000{name}"
         folder.mkdir()
         (folder / "__0_0.distcp").touch()
     (tmp_path / "run" / "step-00000006.part").touch()
@@ -900,6 +937,18 @@ def test_a_run_with_parameters_without_gradients_resumes(text, tmp_path):
     run(settings, "mudd", tmp_path / "parts", stop=6)
     rest = run(settings, "mudd", tmp_path / "parts")
     assert rest["losses"] == whole["losses"][4:] and rest["weights"] == whole["weights"]
+    # nor has it one after the run is resumed: AdamW would count a step that there was not
+    trainers = [make_trainer(text, "mudd", family="bert", steps=1, evals=1) for _ in range(2)]
+    checkpoints = SaveCheckpoints(tmp_path / "one step")
+    trainers[0].fit([checkpoints])
+    checkpoints.resume(trainers[1])
+    assert logging.getLogger().isEnabledFor(logging.WARNING), "torch's logs alone are silenced"
+    without_state = [
+        {name for name, p in trainer.model.named_parameters() if p not in optimizer.state}
+        for trainer in trainers
+        for optimizer in trainer.optimizers
+    ]
+    assert without_state[0] == without_state[1] and len(without_state[0]) == 1
 
 
 def test_accumulation_is_the_whole_batch(text, tmp_path):

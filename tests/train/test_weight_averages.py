@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from crosslayer.fsdp import sharded_modules
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import launch_run
 from crosslayer.train.settings import Settings
@@ -41,6 +42,8 @@ def test_average_equals_a_float64_loop_and_is_evaluated(text):
         evaluation = trainer.evaluate()
     assert trainer.evaluate() == evaluation
     assert loss_of_averages > loss_of_weights, "the average lags behind"
+    with pytest.raises(KeyboardInterrupt), averaged_weights(model, trainer.optimizers):
+        raise KeyboardInterrupt  # by a signal within an evaluation
     for name, weight in model.named_parameters():
         assert torch.equal(weight, trained[name])
         assert AVERAGE_KEY in trainer.optimizers[0].state[weight]
@@ -78,13 +81,20 @@ def test_sharded_averages_are_evaluated_after_a_forward_pass_alone():
             model(x).square().mean().backward()
             optimizer.step()
 
-        def evaluate():
-            with torch.no_grad(), averaged_weights(model, [optimizer]):
-                return model(x).square().mean().item()
+        @torch.no_grad()
+        def loss():
+            return model(x).square().mean().item()
 
-        expected = evaluate()
-        model(x)
-        assert evaluate() == expected
+        def evaluate():
+            with averaged_weights(model, [optimizer]):
+                return loss()
+
+        trained = loss()
+        for module in sharded_modules(model):
+            module.reshard()
+        averaged = evaluate()
+        assert loss() == trained != averaged, "what is gathered is no average"
+        assert evaluate() == averaged
 
 
 @pytest.mark.slow
