@@ -103,9 +103,9 @@ def _folder_of_weights(folder: Path) -> None:
     (folder / "model.safetensors").mkdir()
 
 
-def _only_pickle(folder: Path) -> None:
+def _only_pickle(folder: Path, name: str = "pytorch_model.bin") -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Harm()))
+    (folder / name).write_bytes(pickle.dumps(Harm()))
 
 
 def _cut_weights(folder: Path) -> None:
@@ -123,6 +123,7 @@ WEIGHTS = {
     "cut": (_cut_weights, TRUNCATED),
     "pickle": (lambda f: _replace_weights(f, pickle.dumps(Harm())), TRUNCATED),
     "only-pickle": (_only_pickle, "pytorch_model.bin is a pickle"),
+    "only-checkpoint": (lambda f: _only_pickle(f, "last.ckpt"), "last.ckpt is a pickle"),
     "folder": (_folder_of_weights, "model.safetensors: not a file"),
     "huge-header": (lambda f: _replace_weights(f, b"\xff" * 16), TRUNCATED),
     "deep-header": (lambda f: _replace_weights(f, _header(DEEP.encode())), TRUNCATED),
@@ -130,6 +131,7 @@ WEIGHTS = {
     "whole-numbers": (_whole_numbers, "'norm.weight' is I32"),
     "deep-index": (lambda f: _write_index(f, DEEP), "JSON that is nested too deep"),
     "list-index": (lambda f: _write_index(f, "[]"), "expected an object of JSON, got list"),
+    "empty-index": (lambda f: _write_index(f, '{"weight_map": {}}'), "has no weight_map"),
     "odd-index": (lambda f: _write_index(f, '{"weight_map": [1]}'), "has no weight_map"),
     "odd-map": (lambda f: _write_index(f, '{"weight_map": {"a": ["b"]}}'), "lacks the shard"),
     "up-map": (lambda f: _write_index(f, '{"weight_map": {"a": "../b"}}'), "lacks the shard b"),

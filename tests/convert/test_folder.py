@@ -100,6 +100,14 @@ def overlapping(folder):
     save_file({"norm.weight": tensors["norm.weight"]}, folder / "model-00001-of-00003.safetensors")
 
 
+def indexed_alone(folder):
+    shards(folder)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["lost.weight"] = "model-00001-of-00003.safetensors"
+    file.write_text(json.dumps(index))
+
+
 def two_files(folder):
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     save_file({}, folder / "b.safetensors")
@@ -127,6 +135,7 @@ BROKEN = {
         lambda f: shards(f, drop=1),
         "lacks the shard model-00002-of-00003.safetensors, of 3 in",
     ),
+    "a-tensor-lost": (indexed_alone, "and the files disagree about 'lost.weight'"),
     "a-shard-other": (overlapping, "'norm.weight' is in model-00001-of-00003.safetensors, too"),
     "missing": (
         edited(layers__2__ffn_norm__weight=None),

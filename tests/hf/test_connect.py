@@ -159,6 +159,12 @@ def test_a_model_around_a_connected_one_changes_no_weights():
         assert torch.equal(value, before[key]), key
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_connections_are_in_the_mode_of_their_host(training):
+    model = crosslayer.connect(llama().train(training), "mudd")
+    assert {module.training for module in model.modules()} == {training}
+
+
 def test_surplus_arguments_of_a_layer_are_an_error():
     layer = crosslayer.connect(llama(), "mudd").model.layers[0]
     surplus = [None] * len(layer.argument_names)
@@ -222,7 +228,8 @@ def test_a_model_that_skips_layers_in_training_causes_a_warning():
         crosslayer.connect(decoder, "prenorm")
 
 
-def test_a_dynamic_rope_is_as_it_was():
+@pytest.mark.parametrize("lengths", [(7, 40, 7), (40, 7)])
+def test_a_dynamic_rope_is_as_it_was(lengths):
     """It counts the longest input, and `connect` runs it on two tokens."""
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -232,7 +239,7 @@ def test_a_dynamic_rope_is_as_it_was():
     plain = perturb_weights(transformers.LlamaForCausalLM(config).eval(), 0.3)
     plain(torch.arange(40)[None])
     model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
-    for length in (7, 40, 7):
+    for length in lengths:
         tokens = torch.arange(length)[None]
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
@@ -242,6 +249,13 @@ def test_disconnect_under_another_default_device():
     with torch.device("meta"):
         crosslayer.disconnect(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_disconnect_within_autocast():
+    """Which would mix the streams in half precision."""
+    model = crosslayer.connect(build("llama"), "frac")
+    with torch.autocast("cpu", torch.bfloat16):
+        crosslayer.disconnect(model)
 
 
 @parametrize_cells(each_family())
@@ -536,6 +550,25 @@ class TestDisconnect:
             crosslayer.disconnect(model)
         plain = crosslayer.disconnect(model, 1e-4)
         torch.testing.assert_close(output(plain, "llama"), expected, rtol=0, atol=1e-3)
+
+    def test_the_language_model_of_a_larger_model(self):
+        model = transformers.Gemma3ForConditionalGeneration(vision_language_config())
+        crosslayer.disconnect(crosslayer.connect(model, "mudd"))
+        assert not hasattr(model.config.text_config, "crosslayer")
+
+    @pytest.mark.parametrize(
+        ("family", "key", "message"),
+        [
+            ("llama", {"crosslayer_rope": "bfloat16"}, "RoPE table is rounded"),
+            ("neox-parallel", {"crosslayer_qk_norm": True}, "attention norms q and k"),
+        ],
+    )
+    def test_what_a_plain_config_cannot_express(self, family, key, message):
+        config = build(family).config
+        config.update({"crosslayer": "prenorm", **key})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with pytest.raises(ValueError, match=f"{message}, which the plain model's config cannot"):
+            crosslayer.disconnect(model)
 
     def test_models_that_cannot_be_disconnected(self):
         with pytest.raises(ValueError, match="is not connected"):

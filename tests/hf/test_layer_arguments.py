@@ -120,6 +120,24 @@ class ScalingEncoderBlock(EncoderBlock):
         return super().attend_encoder(x, None if states is None else states.tanh(), mask)
 
 
+class JointEncoderBlock(EncoderBlock):
+    """It does something else where it gets both."""
+
+    def attend_encoder(self, x: Tensor, states: Any, mask: Any) -> Tensor:
+        y = self.cross(self.norm_3(x))
+        return x + y if states is None or mask is None else x + 2 * y
+
+
+class ReturningEncoderBlock(EncoderBlock):
+    """It returns an encoder's outputs where it gets them."""
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, encoder_hidden_states: Any = None
+    ) -> Any:
+        x = super().forward(x, mask)
+        return x if encoder_hidden_states is None else (x, encoder_hidden_states)
+
+
 class FlagBlock(Block):
     """Its switch has no default but None, and is taken as `if` takes it."""
 
@@ -267,6 +285,13 @@ MEMORY = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(2))
         ),
         (ScalingEncoderBlock, {"mask": MASK}, None),
         (ScalingEncoderBlock, {"encoder_hidden_states": MEMORY}, "with encoder_hidden_states"),
+        (JointEncoderBlock, {}, None),
+        (
+            JointEncoderBlock,
+            {"encoder_hidden_states": MEMORY, "encoder_attention_mask": MASK[:, :4]},
+            "is called with encoder_hidden_states",
+        ),
+        (ReturningEncoderBlock, {}, None),
         (FlagBlock, {"parallel": True}, None),
         (FlagBlock, {"parallel": 0}, r"layer 0 \(FlagBlock\) is called with parallel=False"),
         (FlagBlock, {}, "is called without parallel"),

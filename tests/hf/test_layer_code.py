@@ -49,6 +49,10 @@ REFUSED_FACTORS = {
         IN_TRAINING,
     ),
     "dropout in evaluation": (lambda block, y: F.dropout(y, 0.1), "has dropout in evaluation"),
+    "a dropout by length": (
+        lambda block, y: F.dropout(y, 0.1 * y.shape[1], block.training),
+        COMPUTED,
+    ),
     "no dropout": (lambda block, y: F.dropout(y, 0.1, False), IN_TRAINING),
     "a module's mode": (lambda block, y: y if block.attn.training else y / 2, IN_TRAINING),
     "an expectation": (lambda block, y: y if block.training else y / 2, IN_TRAINING),
@@ -115,13 +119,25 @@ def test_factors_are_kept(factor):
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
 
 
+def random_states() -> tuple[Any, ...]:
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
+
+
+def test_connect_draws_no_random_numbers():
+    """But for a connection's own parameters, of which this one has none."""
+    model, before = model_of(Block), random_states()
+    crosslayer.connect(model, "prenorm")
+    assert random_states() == before
+
+
 @pytest.mark.parametrize("factor", REFUSED_FACTORS)
 def test_factors_that_are_refused(factor):
     scale, message = REFUSED_FACTORS[factor]
-    model, before = FactorModel(scale), torch.get_rng_state()
+    model, before = FactorModel(scale), random_states()
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(model, "prenorm")
-    assert torch.equal(torch.get_rng_state(), before)
+    assert random_states() == before
 
 
 class WrittenMLPBlock(nn.Module):
@@ -168,6 +184,21 @@ def test_activations_that_are_refused(activation):
     activate, message = REFUSED_ACTIVATIONS[activation]
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(WrittenMLPModel(activate), "prenorm")
+
+
+class InnerNormBlock(WrittenMLPBlock):
+    """A norm of its hidden width is the first of its modules."""
+
+    def __init__(self):
+        super().__init__(lambda block, y: block.inner(y))
+        self._modules = {"inner": nn.LayerNorm(3 * DIM), **self._modules}
+
+
+def test_the_width_is_that_of_the_final_norm():
+    plain = FactorModel(FACTORS["by depth"])
+    plain.layers = nn.ModuleList(InnerNormBlock() for _ in range(3))
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(make_ids()), plain(make_ids()))
 
 
 class FunctionNormBlock(nn.Module):
@@ -246,7 +277,7 @@ class FunctionBlock(Block):
         super().__init__()
         mlp: Any = nn.ModuleDict(self.mlp.named_children())
         self.mlp = mlp
-        self.mlpf = lambda x: mlp.c_proj(mlp.gelu(mlp.c_fc(x)))
+        self.mlpf = lambda x, *, factor=1: factor * mlp.c_proj(mlp.gelu(mlp.c_fc(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -449,6 +480,17 @@ def test_a_constant_that_is_left_out_is_seen():
         verify_wiring(backbone, backbone, planted)
 
 
+@pytest.mark.parametrize("scale", [1 + 1e-5, math.nan])
+def test_a_wrong_scale_is_seen(scale):
+    """Of a layer whose modules are those of another, which has the right one."""
+    backbone, wiring = find_backbone(model_of(Block))
+    first, last = wiring.of_layers
+    sites = tuple(tuple(sub._replace(scale=scale) for sub in site) for site in last.sites)
+    changed = wiring._replace(of_layers=(first, last._replace(sites=sites)))
+    with pytest.raises(ValueError, match="connect would change what layer 1"):
+        verify_wiring(backbone, backbone, changed)
+
+
 def test_the_usual_call_of_torchs_attention():
     plain = model_of(WeightlessBlock)
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
@@ -523,3 +565,17 @@ def test_a_layer_that_counts_its_runs_is_refused_and_left_as_it_was():
     with pytest.raises(ValueError, match="in training its own code does something else"):
         crosslayer.connect(model, "hyper")
     assert [(layer.runs.item(), layer.log) for layer in model.layers] == [(0, [])] * 4
+
+
+def test_a_layer_that_draws_random_numbers_of_its_own_is_refused_and_left_as_it_was():
+
+    def draw(block: Any, y: Tensor) -> Tensor:
+        return y + 0 * torch.rand((), generator=block.generator) if block.training else y
+
+    model = FactorModel(draw)
+    for layer in model.layers:
+        layer.generator = torch.Generator()
+    before = model.layers[0].generator.get_state()
+    with pytest.raises(ValueError, match=IN_TRAINING):
+        crosslayer.connect(model, "hyper")
+    assert torch.equal(model.layers[0].generator.get_state(), before)

@@ -241,6 +241,43 @@ class RoutedBlock(LibraryBlock):
         return x + self.mlp(self.mlp_norm(x), calls)[0]
 
 
+class ReturningBlock(RoutedBlock):
+    """Returns such an output."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.attn(self.attn_norm(x))
+        _, calls = self.router(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x))[0], calls
+
+
+class SteppingBlock(LibraryBlock):
+    """What the first sub-layer returns passes a second module, which gets its other output too."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.attn, self.step = SubLayer(), SubLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, calls = self.attn(self.attn_norm(x))
+        x = x + self.step(y, calls)[0]
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class MixedBlock(LibraryBlock):
+    """The first layer is pre-norm, the others are post-norm."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.norms_sums = number > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norms_sums:
+            x = self.attn_norm(x + self.attn(x))
+            return self.mlp_norm(x + self.mlp(x))
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
 class OpeningBlock(LibraryBlock):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         x = x + self.attn(self.attn_norm(x), kwargs.get("scale"))
@@ -253,6 +290,9 @@ class OpeningBlock(LibraryBlock):
         (ScaledBlock, "mlp_norm, which norms the stream, gets more than one input"),
         (LateResidualBlock, "mlp_norm gets more of the stream, as its argument 'residual'"),
         (RoutedBlock, "it gives mlp an output of router, which is no sub-layer that runs before"),
+        (ReturningBlock, "it returns an output of router, which is no sub-layer, besides its"),
+        (SteppingBlock, "step gets an output of attn as 'calls'"),
+        (MixedBlock, "some of its layers are pre-norm and others post-norm"),
         (OpeningBlock, r"takes arguments out of its \*\*kwargs; name them in its forward"),
     ],
 )

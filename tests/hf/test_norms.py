@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.fused_norms import norm_spec_of
+from crosslayer.hf.host_norms import NormReference
 from crosslayer.norms import apply_norm, rms
 from tests.hf.backbones import LANGUAGE, METHODS, VISION, build, connected, ids
 
@@ -110,6 +111,21 @@ def test_a_norm_with_hooks_runs_as_a_module():
             assert norm_spec_of(connection.norms[0]) is None
             handle.remove()
     assert norm_spec_of(connection.norms[0])
+
+
+@pytest.mark.parametrize(
+    ("matrix", "vector", "expected"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16),
+        (torch.uint8, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_the_dtype_that_sublayers_compute_in(matrix, vector, expected):
+    """A wider norm does not say it, nor does a quantised matrix."""
+    layer = nn.ModuleDict({"norm": nn.LayerNorm(8, dtype=vector), "linear": nn.Linear(8, 8)})
+    layer.linear.weight = nn.Parameter(torch.zeros(8, 8, dtype=matrix), requires_grad=False)
+    assert NormReference(layer, "norm").dtype == expected
 
 
 @pytest.mark.parametrize("family", [*LANGUAGE, *VISION])

@@ -6,6 +6,7 @@ from torch import nn
 
 import crosslayer
 from tests.hf.backbones import build, ids, llama
+from tests.hf.plain_models import DIM, Block, model_of
 
 
 def summed_output_std(spec: str) -> float:
@@ -66,3 +67,20 @@ def test_output_scale_is_refused_where_nothing_would_be_scaled():
         crosslayer.connect(build("gemma2"), "hyper(output_scale='1/n')")
     with pytest.raises(ValueError, match="Stack does not know"):
         crosslayer.Stack("hyper(output_scale='1/n')", [nn.Linear(8, 8), nn.Linear(8, 8)], dim=8)
+
+
+class SteppedBlock(Block):
+    """A matrix follows its MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.step(self.mlp(self.ln_2(x)))
+
+
+def test_output_scale_is_refused_where_a_matrix_follows_the_projection():
+    with pytest.raises(ValueError, match="cannot scale what 'mlp' adds to the stream"):
+        crosslayer.connect(model_of(SteppedBlock), "hyper(output_scale='1/n')")

@@ -103,6 +103,8 @@ def test_a_model_that_records_the_layers_of_a_connected_part(is_pre_norm, spec):
     hidden_states = model(waves, output_hidden_states=True).hidden_states
     assert len(hidden_states) == len(expected) == 4
     assert all(map(torch.equal, hidden_states, expected))
+    selection = model(waves, output_hidden_states=[1]).hidden_states
+    assert torch.equal(next(state for state in selection if state is not None), expected[1])
 
 
 def test_a_head_that_asks_for_hidden_states_which_no_layer_can_report_is_told_so():

@@ -123,6 +123,12 @@ def test_what_a_host_cannot_do_with_a_state(use):
         STREAM_USES[use](hidden, host)
 
 
+def test_a_state_takes_no_attribute():
+    hidden = crosslayer.connect(GPT(), "hyper").transformer.h[0](torch.zeros(2, 5, DIM))
+    with pytest.raises(AttributeError, match="immutable: 'mask' cannot be set"):
+        hidden.mask = None
+
+
 def test_the_final_norm_refuses_an_element_of_a_state():
     host = crosslayer.connect(GPT().eval(), "hyper").transformer
     hidden = host.h[0](torch.zeros(2, 5, DIM))

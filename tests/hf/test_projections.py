@@ -153,6 +153,59 @@ class ProjectingAttention(JointAttention):
         return x
 
 
+class SummingAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.activate = torch.tanh
+
+    def add(self, x: Tensor) -> Tensor:
+        return self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+
+
+class PartlyReplacingAttention(SummingAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.add(x)
+        if self.training:
+            x = y
+        return y + x
+
+
+class ComparingAttention(SummingAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.add(x)
+        if x.sum() > 0:
+            x = y
+        else:
+            x = -y
+        return x
+
+
+class MultiplyingAttention(SummingAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.add(x)
+        x = x * y
+        return 2 * x
+
+
+class ActivatingAttention(SummingAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x) + self.activate(x)
+
+
+class InnerFunctionAttention(SummingAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        def double(x: Tensor) -> Tensor:
+            return 2 * x
+
+        return double(self.add(x))
+
+
+class CheckpointedAttention(SummingAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.add, x, use_reentrant=False)
+
+
 ROWS = {
     "three of the width": (JointAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
     "a name that is used again": (RenamingAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
@@ -190,6 +243,22 @@ def test_a_projection_whose_class_adds_no_forward_computes_its_share():
 
 def test_projections_of_what_replaces_the_input_are_not_those_of_the_input():
     assert find_projections(ProjectingAttention()) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_separate"),
+    [
+        (PartlyReplacingAttention, False),
+        (ComparingAttention, False),
+        (MultiplyingAttention, False),
+        (ActivatingAttention, False),
+        (InnerFunctionAttention, True),
+        (CheckpointedAttention, True),
+    ],
+)
+def test_what_else_an_attention_does_with_its_input(attention, is_separate):
+    names = ("q_proj", "k_proj", "v_proj") if is_separate else ()
+    assert find_projections(attention()) == (names, None)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -12,6 +12,7 @@ import crosslayer
 from crosslayer.hf import verification
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import FAMILIES, Family, Sublayer
+from crosslayer.hf.host_norms import OwnedNorm
 from crosslayer.hf.verification import verify_wiring
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.all_families import build_model, read_logits
@@ -86,6 +87,13 @@ def test_a_family_without_a_row(family):
         if ".connection" in name:
             assert parameter.grad is not None, name
             assert parameter.grad.any(), name
+
+
+def test_the_latent_of_k_and_v_has_a_norm_of_its_own():
+    model, _ = build_model("minicpm3", ids())
+    connection = crosslayer.connect(model, "mudd").model.layers[1].connections[0]
+    assert connection.ports == ("q", "kv")
+    assert [isinstance(norm, OwnedNorm) for norm in connection.norms] == [False, True]
 
 
 def test_an_attention_that_is_passed_only_its_input_is_no_mlp():

@@ -76,6 +76,12 @@ class TestSavedConfig:
         loaded = LlamaForCausalLM.from_pretrained(folder)
         assert is_connected(loaded)
         assert loaded.config.model_type == "llama"
+        assert not hasattr(loaded.config, "auto_map")
+
+    def test_a_host_config_called_by_name_is_saved_as_it_was_read(self, folder):
+        type(llama().config).from_pretrained(folder).save_pretrained(folder / "again")
+        config = json.loads((folder / "again" / "config.json").read_text())
+        assert config["model_type"] == "crosslayer-llama"
 
     @pytest.mark.skipif("exaone" not in CONFIG_MAPPING, reason="a family of a later transformers")
     def test_a_class_that_is_several_types_hosts_reads_it(self, tmp_path):
@@ -131,7 +137,10 @@ class TestEachPartIsNeeded:
 
         register_with_diffusers()
         connected("dit", "mudd").save_pretrained(tmp_path)
-        assert is_connected(AutoModel.from_pretrained(str(tmp_path)))
+        loaded = AutoModel.from_pretrained(str(tmp_path))
+        assert is_connected(loaded)
+        built, _ = loaded.from_config(loaded.config, return_unused_kwargs=True)
+        assert is_connected(built)
         from_config = classmethod(ConfigMixin.from_config.__func__.__wrapped__)
         monkeypatch.setattr(ConfigMixin, "from_config", from_config)
         assert not is_connected(AutoModel.from_pretrained(str(tmp_path)))

@@ -157,8 +157,10 @@ def test_a_dit_in_bf16_keeps_its_connections_in_float32(tmp_path):
         assert loaded.proj_out_1.weight.dtype == torch.bfloat16
         assert loaded(**half).sample.dtype == torch.bfloat16
     model.bfloat16().save_pretrained(tmp_path / "half")
-    as_saved = crosslayer.from_pretrained(tmp_path / "half", dtype="auto")
-    assert as_saved.proj_out_1.weight.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path, variant="half")
+    for folder, options in ((tmp_path / "half", {}), (tmp_path, {"variant": "half"})):
+        as_saved = crosslayer.from_pretrained(folder, dtype="auto", **options)
+        assert as_saved.proj_out_1.weight.dtype == torch.bfloat16
     # The class's own from_pretrained casts the connections too; they are used in float32.
     loaded = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
     assert loaded(**half).sample.isfinite().all()
@@ -275,6 +277,21 @@ def test_configs_whose_sizes_are_not_those_of_every_layer(tmp_path):
         read_config(tmp_path)
 
 
+def test_a_config_chooses_neither_code_nor_other_weights(tmp_path):
+    model = connected("llama", "mudd")
+    perturb_weights(connected("llama", "mudd")).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}
+    config |= {"experts_implementation": "evil/kernel", "transformers_weights": "other.safetensors"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(output(loaded, "llama"), output(model, "llama"))
+    assert not hasattr(loaded.config, "auto_map")
+    assert loaded.config._experts_implementation != "evil/kernel"
+
+
 def test_a_class_that_no_auto_class_has(tmp_path):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}
     model = crosslayer.connect(GPT2DoubleHeadsModel(GPT2Config(**sizes)).eval(), "mudd")
@@ -339,7 +356,7 @@ class TestBadFolders:
 
     def test_options(self, folder):
         """Those that agree with what it does are accepted."""
-        crosslayer.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+        crosslayer.from_pretrained(folder, use_safetensors=True, trust_remote_code=None)
         with pytest.raises(ValueError, match="takes only trust_remote_code=False, got True"):
             crosslayer.from_pretrained(folder, trust_remote_code=True)
 

@@ -55,6 +55,7 @@ def test_what_vllm_looks_for():
     plain = build("llama").model
     model = connected("llama", "mudd").model
     kept = model._keep_in_fp32_modules_strict
+    assert type(plain)(model.config)._keep_in_fp32_modules_strict == kept
     for name, parameter in model.named_parameters():
         is_own = ".connection" in name and ".norms." not in name
         assert any(fragment in name for fragment in kept) == is_own, (name, parameter.shape)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Gemma4TextModel
 
 import crosslayer
-from crosslayer.hf.hidden_states import StreamUseError
+from crosslayer.hf.hidden_states import StreamUseError, TravellingState
 from crosslayer.hf.layers import _divide
 from crosslayer.testing.tiny_model import perturb_weights, token_ids
 from tests.hf.plain_models import DIM, make_ids
@@ -180,6 +180,12 @@ def test_a_layer_is_called_with_what_it_multiplies_by():
     for index in (hidden.shape[:1], (slice(1), slice(2)), (slice(None), slice(2), slice(3))):
         with pytest.raises(StreamUseError, match="but a slice of the tokens"):
             hidden[index]
+
+
+def test_a_cut_keeps_what_has_no_axis_of_tokens():
+    stream, table = torch.zeros(2, 5, DIM), torch.ones(2, 5)
+    hidden = TravellingState((stream, table), stream.new_empty(0), 1, stream.shape)[:, -1:]
+    assert [leaf.shape for leaf in hidden.state] == [(2, 1, DIM), (2, 5)]
 
 
 def test_factors_that_streams_have_no_range_for():

@@ -390,6 +390,14 @@ def test_a_replaced_norm_is_used():
     assert torch.equal(output(crosslayer.disconnect(model), "llama"), changed)
 
 
+def test_a_wrapper_around_the_final_norm_is_no_second_readout():
+    model = connected("llama", "mudd")
+    expected, size = output(model, "llama"), len(model.state_dict())
+    model.model.norm = torch.nn.Sequential(model.model.norm)
+    assert torch.equal(output(model, "llama"), expected)
+    assert len(model.state_dict()) == size
+
+
 def test_a_norm_that_was_replaced_after_it_was_copied():
     """The copies for k and v are compared with the norm that the host has now."""
     model = connected("llama", "mudd")

@@ -302,8 +302,6 @@ def _check_loading_info(model: nn.Module, info: dict[str, Any], folder: Path) ->
         raise ValueError(
             f"the weights in {folder} are not this model's: {', '.join(problems)} ({count} in all)"
         )
-    for message in info.get("error_msgs", ()):
-        raise ValueError(f"the weights in {folder} are not this model's: {message}")
 
 
 def _belongs_to(model: Any, key: str) -> bool:
