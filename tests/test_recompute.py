@@ -7,11 +7,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.connections.prenorm import PreNorm, Stream
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.ops import dispatch
 from crosslayer.recompute import (
@@ -395,13 +396,52 @@ def test_parameters_that_are_changed_before_the_backward_pass_are_an_error(spec,
         loss.backward()
 
 
-def test_an_input_that_is_written_into_is_saved():
+class Transposing(nn.Module):
+    """Saves a transposed view of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (x.mT * self.gain).mT
+
+
+@pytest.mark.parametrize("sublayer", [Overwriting, Transposing])
+def test_an_input_that_is_written_into_or_transposed_is_saved(sublayer):
     plain = tiny_gpt("hyper", layers=LAYERS)
     for block in plain.blocks:
-        block.sublayers[1] = Overwriting()
+        block.sublayers[1] = sublayer()
     recomputed = copy.deepcopy(plain)
     enable_recompute(find_connections(recomputed))
     assert_bitwise_equal(plain, recomputed)
+
+
+class TwoParts(PreNorm):
+    """Both ports read a part of one tensor."""
+
+    def mix_inputs(self, state):
+        h = state.h if state.y is None else state.h + state.y
+        return torch.stack([h, 2 * h][: len(self.ports)]).unbind(), Stream(h)
+
+
+def test_inputs_that_are_parts_of_one_tensor_are_told_apart():
+    plan = crosslayer.plan(3, parallel=True)
+    sites = [TwoParts(site, 4, lambda port: nn.Identity()) for site in plan]
+    x, w = torch.randn(1, 2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+
+    def gradient():
+        state = sites[0].init(x)
+        for site in sites[:-1]:
+            (a, b), state = site.read(state)
+            with recompute_inputs((a, b), state):
+                y = a * w[0] + b * w[1]
+            state = site.write(state, y)
+        return torch.autograd.grad(sites[-1].readout(state).sum(), w)[0]
+
+    expected = gradient()
+    enable_recompute(sites)
+    assert torch.equal(gradient(), expected)
 
 
 @pytest.mark.parametrize(
@@ -449,6 +489,11 @@ def test_every_site_is_checked():
     for no_sites in ([], [nn.Identity()]):
         with pytest.raises(ValueError, match="takes a list of a model's connections"):
             enable_recompute(no_sites)
+    layers = sites[-1].site.layer
+    with pytest.raises(ValueError, match=rf"layers from 0 to {layers}, got \[0, {layers + 1}\]"):
+        enable_recompute(sites, kept=[layers + 1, 0])
+    with pytest.raises(ValueError, match="'inversion' keeps no states"):
+        enable_recompute(find_connections(tiny_gpt("mgr")), "inversion", kept=[0])
 
 
 def test_layers_that_are_checkpointed():
@@ -488,6 +533,12 @@ def test_hooks_on_saved_tensors_see_less():
 
     kept = activation_bytes(recomputed, token_ids(), loss)
     assert kept < 0.6 * activation_bytes(plain, token_ids(), loss)
+    hidden = 4 * 12  # of the MLPs
+    for model in (plain, recomputed):
+        seen = []
+        with saved_tensors_hooks(lambda x: seen.append(x.shape[-1:]), lambda x: x):
+            loss(model, token_ids())
+        assert seen.count((hidden,)) >= LAYERS
 
 
 @pytest.mark.parametrize(
