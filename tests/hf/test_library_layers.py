@@ -278,6 +278,11 @@ class MixedBlock(LibraryBlock):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class SetReturningBlock(FlaBlock):
+    def forward(self, x: Tensor, scale: Any = None, states: Any = frozenset()) -> tuple[Any, ...]:
+        return super().forward(x, scale, states)
+
+
 class OpeningBlock(LibraryBlock):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         x = x + self.attn(self.attn_norm(x), kwargs.get("scale"))
@@ -293,6 +298,7 @@ class OpeningBlock(LibraryBlock):
         (ReturningBlock, "it returns an output of router, which is no sub-layer, besides its"),
         (SteppingBlock, "step gets an output of attn as 'calls'"),
         (MixedBlock, "some of its layers are pre-norm and others post-norm"),
+        (SetReturningBlock, r"it returns its argument 'states', whose default is frozenset\(\)"),
         (OpeningBlock, r"takes arguments out of its \*\*kwargs; name them in its forward"),
     ],
 )

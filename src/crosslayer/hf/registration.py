@@ -134,7 +134,7 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
 def _mark_config(file: Path) -> None:
     """Rewrite a config.json as a connected model's, and write the file that it refers to."""
     config = json.loads(file.read_text())
-    config["model_type"] = MODEL_TYPE_PREFIX + config["model_type"].removeprefix(MODEL_TYPE_PREFIX)
+    config["model_type"] = MODEL_TYPE_PREFIX + config["model_type"]
     config["auto_map"] = {"AutoConfig": f"{Path(_REMOTE_FILE).stem}.{SavedConfig.__name__}"}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (file.parent / _REMOTE_FILE).write_text(_REMOTE_CODE)
