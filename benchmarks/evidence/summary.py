@@ -15,6 +15,7 @@ from benchmarks.evidence.studies import (
     read_recipe,
 )
 from benchmarks.evidence.tables import (
+    NO_BREAK,
     Cells,
     arm_cells,
     difference_to_baseline,
@@ -23,15 +24,16 @@ from benchmarks.evidence.tables import (
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
 from crosslayer.spec import connection_name
 
+TIMES = f"×{NO_BREAK}"
 # By tokens a parameter and the factor of the embeddings: which study's losses, and when they are
 # read.
 LOSS_COLUMNS: dict[str, tuple[str, Measure]] = {
-    "20 tokens, × 1": (TWENTY_TOKENS_STUDY, "end"),
-    "20 tokens, × 1, equal time": (TWENTY_TOKENS_STUDY, "equal time"),
-    "20 tokens, × 50": (TWENTY_TOKENS_SCALED, "end"),
-    "0.2 tokens, × 1": (UNSCALED + FIRST_STUDY, "end"),
-    "0.2 tokens, × 50": (FIRST_STUDY, "end"),
-    "0.2 tokens, × 50, equal time": (FIRST_STUDY, "equal time"),
+    f"20 tokens, {TIMES}1": (TWENTY_TOKENS_STUDY, "end"),
+    f"20 tokens, {TIMES}1, equal time": (TWENTY_TOKENS_STUDY, "equal time"),
+    f"20 tokens, {TIMES}50": (TWENTY_TOKENS_SCALED, "end"),
+    f"0.2 tokens, {TIMES}1": (UNSCALED + FIRST_STUDY, "end"),
+    f"0.2 tokens, {TIMES}50": (FIRST_STUDY, "end"),
+    f"0.2 tokens, {TIMES}50, equal time": (FIRST_STUDY, "equal time"),
 }
 # The same on the page of a connection.
 PAGE_COLUMNS: dict[str, tuple[str, Measure]] = {

@@ -23,7 +23,7 @@ from benchmarks.evidence.studies import (
     read_studies,
     take_over,
 )
-from benchmarks.evidence.summary import connection_tables
+from benchmarks.evidence.summary import TIMES, connection_tables
 from benchmarks.evidence.tables import (
     arm_cells,
     claims_table,
@@ -167,7 +167,7 @@ def test_tables_of_planted_results(planted):
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     assert table_row(multipliers, "prenorm")[1].startswith("1.00 ×"), "two sizes fit any law"
     rows = connection_tables(planted, ["mudd", "highway"])
-    assert table_row(rows["mudd"], "arm")[4] == "0.2 tokens, × 50"
+    assert table_row(rows["mudd"], "arm")[4] == f"0.2 tokens, {TIMES}50"
     assert table_row(rows["mudd"], "one-way MUDD")[4].startswith(("-", "**-"))
     assert rows["highway"] == ""
     figures = study_figures(planted["short"])
