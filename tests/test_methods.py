@@ -18,6 +18,7 @@ from crosslayer import methods
 from crosslayer.cli.main import main
 from crosslayer.connection import assign_normal, assign_value, float32_parameter
 from crosslayer.connections.prenorm import PreNorm, Stream
+from crosslayer.method_checks import first_tensor
 from crosslayer.testing.tiny_model import tiny_gpt, token_ids
 from crosslayer.train.method_code import code_digest
 
@@ -49,12 +50,12 @@ def no_registered_method(monkeypatch):
     monkeypatch.setattr(Tripled, "name", "")
 
 
-def install(folder, *entries):
+def install(folder, *entries, package="halving"):
     """A package with these entry points, as pip would leave it."""
     (folder / "halving.py").write_text(PACKAGE)
-    info = folder / "halving-1.0.dist-info"
+    info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(METADATA)
+    (info / "METADATA").write_text(METADATA.replace("halving", package))
     (info / "entry_points.txt").write_text("\n".join(["[crosslayer.connections]", *entries]))
 
 
@@ -149,14 +150,24 @@ def test_a_package_that_brings_something_else(tmp_path, monkeypatch, entry, mess
         methods._entry_points.cache_clear()
 
 
-def test_an_entry_point_does_not_replace_a_method(tmp_path, monkeypatch):
-    install(tmp_path, "hyper = halving:Halved")
+@pytest.mark.parametrize(
+    ("name", "packages", "problem"),
+    [
+        ("hyper", ["halving"], "crosslayer has a connection of this name"),
+        ("gains", ["halving"], "crosslayer has a connection of this name"),
+        ("halved", ["halving", "thirding"], "(thirding|halving) has a connection of this name"),
+        ("two-gate", ["halving"], "a name has ASCII letters, digits and _ alone"),
+    ],
+)
+def test_an_entry_point_that_is_not_used(tmp_path, monkeypatch, name, packages, problem):
+    for package in packages:
+        install(tmp_path, f"{name} = halving:Halved", package=package)
     monkeypatch.syspath_prepend(tmp_path)
     methods._entry_points.cache_clear()
-    taken = "'hyper' of the package halving is not used: crosslayer has a connection of this name"
-    with pytest.warns(UserWarning, match=taken):
+    message = f"'{name}' of the package (halving|thirding) is not used: {problem}"
+    with pytest.warns(UserWarning, match=message):
         assert crosslayer.make("hyper").method.__module__ == "crosslayer.connections.hyper"
-        crosslayer.available()
+        assert crosslayer.available().count(name) == (name in ("hyper", "halved"))
     methods._entry_points.cache_clear()
 
 
@@ -203,12 +214,14 @@ def test_values_are_assigned_outside_of_autograd():
 
 
 def test_a_file_with_a_base_class(tmp_path, monkeypatch):
-    (tmp_path / "halved.py").write_text(PACKAGE)
+    other = "from crosslayer.connections.highway import Highway\n"
+    (tmp_path / "halved.py").write_text(other + PACKAGE)
     (tmp_path / "two.py").write_text(PACKAGE + "\nclass Other(PreNorm):\n    pass\n")
     (tmp_path / "_helpers.py").write_text("")
     path = [*crosslayer.connections.__path__, str(tmp_path)]
     monkeypatch.setattr(crosslayer.connections, "__path__", path)
     assert crosslayer.make("halved").method.__name__ == "Halved"
+    assert str(tmp_path / "halved.py") in methods.method_files()
     assert "_helpers" not in crosslayer.available()
     with pytest.raises(TypeError, match=r"two\.py must define one Connection, got Halved, Other"):
         crosslayer.make("two")
@@ -308,11 +321,6 @@ class WithUnknownAnnotation(PreNorm):
             "Mine sets self.output_scale, which every connection has",
         ),
         (
-            built_with(lambda self: setattr(self, "options", 3)),
-            TypeError,
-            "Mine sets self.options, which every connection has",
-        ),
-        (
             reading(lambda self, state: ((state.h,), Traveller(state.h, gain=3))),
             TypeError,
             "the field 'gain' of its state is a int; a state contains tensors, tuples of them",
@@ -330,11 +338,14 @@ class WithUnknownAnnotation(PreNorm):
         ),
         *(
             (
-                built_with(lambda self, key=key: setattr(self, key, None)),
+                built_with(lambda self, key=key: setattr(self, key, "")),
                 TypeError,
                 f"sets self.{key}, which every connection has",
             )
-            for key in ("site", "dim", "is_readout")
+            for key in (
+                *("site", "dim", "is_readout", "ports", "fractions", "weighs_channels"),
+                *("options", "stream_dtype"),
+            )
         ),
         (with_parameter("g", 1), TypeError, "has the parameter 'g' and no method reset_parameters"),
         (with_parameter("g"), TypeError, "parameter 'g' has no dimension, which FSDP cannot shard"),
@@ -386,6 +397,11 @@ class WithUnknownAnnotation(PreNorm):
             "its state tuple must be a NamedTuple with a field `y",
         ),
         (
+            reading(PreNorm.mix_inputs, lambda self, x: Traveller(x, gain=3)),
+            TypeError,
+            "the field 'gain' of its state is a int; a state contains tensors, tuples of them",
+        ),
+        (
             reading(PreNorm.mix_inputs, lambda self, x: Stream(None)),
             TypeError,
             "its state Stream must begin with a tensor, got NoneType",
@@ -410,6 +426,23 @@ def test_a_sublayers_output_is_a_tensor():
     state = stack.connections[0].init(torch.randn(1, 3, 4))
     with pytest.raises(TypeError, match="takes the output of a sub-layer, a tensor, got a tuple"):
         stack.connections[0].write(state, (torch.randn(1, 3, 4), None))
+
+
+def test_the_first_tensor_of_a_state():
+    x = torch.ones(1)
+    for state in ((x, None), ((x, x), None), (((x,),), None), ((), x)):
+        assert first_tensor(state) is x
+
+
+@pytest.mark.usefixtures("no_registered_method")
+def test_a_parameter_may_be_absent():
+    method = built_with(lambda self: self.register_parameter("bias", None))
+    crosslayer.register_connection("mine", method)
+    crosslayer.make("mine")(crosslayer.plan(1)[0], 4, lambda port: nn.RMSNorm(4))
+
+
+def test_a_norm_may_have_buffers():
+    crosslayer.make("prenorm")(crosslayer.plan(1)[0], 4, lambda port: nn.BatchNorm1d(4))
 
 
 @pytest.mark.usefixtures("no_registered_method")

@@ -1,22 +1,31 @@
 """Identities of the ops, and the switch between references and kernels."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import crosslayer
+from crosslayer.norms import NormSpec, apply_norm, rms, rstd
 from crosslayer.ops import (
     add_norm,
+    attention,
     depth_attention,
     depth_mix,
     dispatch,
     gate_pool,
+    hyper_connection,
+    single_pass_connection,
     sinkhorn,
     width_connection,
     write_norm_project,
 )
+from crosslayer.ops.hyper import CoefficientMap
+from crosslayer.ops.mix import add_weighted_sum
 from crosslayer.ops.products import (
     mix_streams,
     project_back,
@@ -24,6 +33,7 @@ from crosslayer.ops.products import (
     row_dots,
     stream_gram,
 )
+from crosslayer.ops.streams import depth_connection
 from tests.support import chain
 from tests.support.one_rank import one_rank_mesh
 
@@ -35,12 +45,13 @@ def test_sinkhorn_normalises_columns_and_differentiates_every_round():
     assert torch.autograd.gradcheck(lambda x: sinkhorn(x, 3, 1e-2), (logits,))
 
 
-def test_sinkhorn_without_eps_when_logits_spread_past_float32():
+@pytest.mark.parametrize("eps", [0.0, 1e-40])  # the second is no normal number
+def test_sinkhorn_without_eps_when_logits_spread_past_float32(eps):
     """exp of the spread is 0 in float32, but not in float64."""
     logits = 200 * torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0))
     cotangent = torch.randn(5, 4, 4)
     wide, exact = logits.requires_grad_(), logits.detach().double().requires_grad_()
-    M = sinkhorn(wide, 3, 0.0)
+    M = sinkhorn(wide, 3, eps)
     M_exact = exact.softmax(-1)
     for axis in (-2, -1, -2, -1, -2):
         M_exact = M_exact / M_exact.sum(axis, keepdim=True)
@@ -53,6 +64,77 @@ def test_sinkhorn_without_eps_when_logits_spread_past_float32():
 def test_depth_mix_checks_the_number_of_weights():
     with pytest.raises(ValueError, match="2 sources but weights for 3"):
         depth_mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))
+
+
+def test_a_norm_of_several_mixtures_is_an_error():
+    H, W = torch.ones(1, 1, 2, 3), torch.ones(3, 5)
+    of_streams = CoefficientMap(W, W[0], W[0], W[:2], "tanh", 1e-6, False)
+    norm = NormSpec(torch.ones(3), None, 1e-6, False)
+    with pytest.raises(ValueError, match="norm of x with 2 mixtures: only a single mixture has"):
+        hyper_connection(H, None, None, of_streams, inputs=2, norm=norm)
+
+
+def test_scores_are_those_of_few_elements_however_many_there_are(monkeypatch):
+    X, Q = torch.randn(3, 2, 4, 5).unbind(), torch.randn(2, 5)
+    of_few = attention.score_sources(X, Q, 0.1)
+    monkeypatch.setattr(attention, "_FEW_ELEMENTS", 0)
+    torch.testing.assert_close(attention.score_sources(X, Q, 0.1), of_few)
+
+
+def test_a_large_gradient_is_rounded_once():
+    """1 is half a unit of its last digit."""
+    gradient, ones = torch.full((1, 1, 1), 2.0**24), [torch.ones(1, 1, 1)] * 4
+    assert add_weighted_sum(gradient, ones, torch.ones(4)) == 2**24 + 4
+
+
+@pytest.mark.parametrize("product", [row_dots, stream_gram])
+def test_products_of_half_precision_are_summed_in_float32(product):
+    a, b = torch.randn(2, 2, 3, 100).bfloat16()
+    torch.testing.assert_close(product(a, b), product(a.float(), b.float()))
+
+
+def affine_norm(x, centred):
+    weight, bias = torch.linspace(0, 1, 200).view(2, 100)
+    return apply_norm(x, NormSpec(weight, bias if centred else None, 1e-6, centred))
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype"),
+    [
+        (rms, torch.float32),
+        (rstd, torch.float32),
+        (partial(affine_norm, centred=False), torch.bfloat16),
+        (partial(affine_norm, centred=True), torch.bfloat16),
+    ],
+)
+def test_norms_of_half_precision_are_computed_in_float32(norm, dtype):
+    x = torch.randn(2, 3, 100).bfloat16()
+    torch.testing.assert_close(norm(x), norm(x.float()).to(dtype), rtol=0, atol=0)
+
+
+def width_of_many(H, w):
+    return width_connection(H, w[..., 0], w, NormSpec(torch.ones(100), None, 1e-6, False))
+
+
+def single_pass_of_many(H, w):
+    norm = NormSpec(torch.ones(100), None, 1e-6, False)
+    W = torch.linspace(-1, 1, 800).view(400, 2)
+    return single_pass_connection(H, H[..., 0, :], w[..., 1], w, w[..., 0], W, norm=norm)
+
+
+@pytest.mark.parametrize("op", [width_of_many, single_pass_of_many])
+def test_normed_sums_of_float16_streams_are_those_of_float32(op):
+    H, w = torch.randn(2, 3, 4, 100).half(), torch.randn(2, 3, 4, 4)
+    of_half = op(H, w)
+    assert of_half[0].dtype == of_half[1].dtype == torch.float16
+    for half, full in zip(of_half, op(H.float(), w), strict=True):
+        torch.testing.assert_close(half.float(), full, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("beta", [None, torch.ones(2)])
+def test_a_write_wider_than_the_streams_does_not_widen_them(beta):
+    H = torch.ones(1, 3, 2, 4, dtype=torch.bfloat16)
+    assert depth_connection(H, torch.ones(1, 3, 1, 4), beta).dtype == H.dtype
 
 
 @pytest.mark.parametrize("streams", [4, 5, 17])
@@ -140,6 +222,68 @@ def test_sources_passed_on_have_the_gradients_of_all_their_readers():
     assert len(seen) == 2
     for gradient in seen:
         torch.testing.assert_close(2 * gradient, gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        (lambda x, q: depth_attention(x.unbind(-2), q)[0], [100]),
+        (lambda x, w: depth_mix(x.unbind(-2), w)[0][0], [1, 4]),
+        (lambda x, q: gate_pool(x.unbind(-2), x[..., 0, :], torch.zeros(2, 3, 4), q)[1], [100]),
+        (lambda x, pre: width_connection(x, pre, torch.eye(4))[0], [4]),
+        (lambda x, W: write_norm_project(x, None, None, W)[1], [100, 2]),
+    ],
+    ids=["attention", "mix", "gate", "width", "project"],
+)
+def test_gradients_of_coefficients_are_computed_in_float32(op, shape):
+    x, weights = torch.randn(2, 3, 4, 100).bfloat16(), torch.randn(shape, requires_grad=True)
+    cotangent = torch.randn_like(op(x, weights)).bfloat16()
+    gradients = []
+    for stream in (x, x.float()):
+        out = op(stream, weights)
+        gradients += torch.autograd.grad(out, weights, cotangent.to(out.dtype))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gradients_of_a_write_with_weight_1(rows):
+    shapes = ([1, 2, 2, 3], [1, 2, rows, 3], [3, 4])
+    H, Y, W = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    assert torch.autograd.gradcheck(
+        lambda H, Y, W: write_norm_project(H, Y, None, W), (H, Y, W), fast_mode=True
+    )
+
+
+def test_a_mixture_that_nothing_reads_has_no_gradient():
+    x, w = torch.randn(2, 3, 4), torch.randn(2, 1, requires_grad=True)
+    (first, _), _ = depth_mix((x,), w)
+    (dw,) = torch.autograd.grad(first.sum(), w)
+    torch.testing.assert_close(dw, torch.stack([x.sum(), torch.tensor(0.0)])[:, None])
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: depth_attention((x, 2 * x), x[0, 0], 0.1)[0],
+        lambda x: gate_pool((x, 2 * x), x, x[..., :2], x[0, 0], x[0, 0], 0.1)[1:],
+        lambda x: sinkhorn(x, 2, 0.1),
+        lambda x: write_norm_project(x, None, None, x[0], 0.1)[1],
+        lambda x: write_norm_project(x, None, None, x[0], 0.1, centred=True)[1],
+        lambda x: single_pass_connection(
+            x, x[..., 0, :], x[..., 0], x, x[..., 1], x.reshape(16, 2), 0.1
+        ),
+    ],
+)
+def test_the_definition_of_an_op_has_its_eps(op):
+    """It is what torch.func sees, and what gives second derivatives."""
+    x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+    expected = tree_map(lambda y: y[None], op(x))
+    torch.testing.assert_close(torch.func.vmap(op)(x[None]), expected)
+    plain, differentiable = (
+        torch.autograd.grad(sum(y.sin().sum() for y in tree_leaves(op(x))), x, create_graph=again)
+        for again in (False, True)
+    )
+    torch.testing.assert_close(plain, differentiable)
 
 
 @pytest.mark.slow
@@ -235,6 +379,22 @@ def test_sharded_tensors_have_no_kernel(restore_kernels, monkeypatch):
     with one_rank_mesh() as mesh:
         x = distribute_tensor(torch.randn(2, 3, 8), mesh, [Replicate()])
         assert dispatch.uses_kernel(x.to_local()) and not dispatch.uses_kernel(x)
+
+
+def test_transformed_tensors_have_no_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
+    used = []
+
+    def record(x):
+        used.append(dispatch.uses_kernel(x))
+        return x.sum()
+
+    x = torch.randn(2, 3)
+    record(x)
+    torch.func.grad(record)(x)
+    with forward_ad.dual_level():
+        record(x)
+    assert used == [True, False, False]
 
 
 def test_kernels_without_triton_are_an_error(restore_kernels, monkeypatch):

@@ -204,6 +204,8 @@ def test_muon_gets_no_embedding_or_head_of_a_sequential():
     embedding, block, head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
     layers = nn.Sequential(nn.Sequential(block))
     assert [*layer_matrices(nn.Sequential(embedding, layers, head))] == [block.weight]
+    headed = nn.Sequential(embedding, layers, nn.Sequential(nn.LayerNorm(8), head))
+    assert [*layer_matrices(headed)] == [block.weight]
     head.weight = embedding.weight
     assert [*layer_matrices(nn.ModuleList([embedding, nn.Sequential(block), head]))] == [
         block.weight

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import ConnectionSpec, make
-from crosslayer.connection import Connection, plan_layers
+from crosslayer.connection import Connection, find_connections, plan_layers
 from crosslayer.connections._dense import DepthAverages
 from crosslayer.recompute import enable_recompute
 from crosslayer.spec import split_specs
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import llama
 
 
@@ -256,8 +257,14 @@ def test_plan():
         (4, 2, ("out",), True, 2, 4),
     ]
     assert [s.ports for s in crosslayer.plan(1, parallel=True)] == [("attn", "mlp"), ("out",)]
+    assert [s.repeat for s in plan_layers([[("mlp",), ("attn",), ("mlp",)]])] == [0, 0, 1, 0]
     with pytest.raises(ValueError, match="layers must be a whole number of at least 1, got 0"):
         crosslayer.plan(0)
+
+
+def test_connections_are_found_in_the_order_of_depth():
+    model = nn.ModuleList(build("prenorm", index) for index in (2, 0, 1))
+    assert [connection.site.index for connection in find_connections(model)] == [0, 1, 2]
 
 
 SITE = crosslayer.plan(1)[0]
@@ -345,6 +352,10 @@ def write_twice(spec: str) -> None:
             lambda: crosslayer.param_groups(nn.Linear(8, 8), 0.1, 0.1, True),
             "^connection_lr_scale must be a number of at least 0, got True$",
         ),
+        (
+            lambda: crosslayer.param_groups(nn.Linear(8, 8), 0.1, 0.1, embedding_lr_scale=-1),
+            "^embedding_lr_scale must be a number of at least 0, got -1$",
+        ),
     ],
 )
 def test_wrong_arguments(call, message):
@@ -370,10 +381,20 @@ def test_init_takes_an_embedding(x, error, message):
 def test_read_takes_a_state_of_its_method(name):
     with pytest.raises(TypeError, match=f"^{name} takes a state, a .*, got a NoneType"):
         build(name).read(None)
+    with pytest.raises(TypeError, match=f"^{name} takes a state, a .*, got a NoneType"):
+        build(name).write(None, torch.zeros(2, 3, 8))
     sites = [build("hyper", index).half() for index in range(7)]  # their op applies the norms
     enable_recompute(sites, "streams")
     with pytest.raises(TypeError, match=r"^hyper takes a state, a Streams, got a Stream; start"):
         sites[0].read(build("prenorm").init(torch.zeros(2, 3, 8).half()))
+
+
+def test_a_hidden_state_under_autocast_is_that_without():
+    site = perturb_weights(build("hyper"))
+    state = site.init(torch.randn(2, 3, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_state = site.hidden_state(state)
+    assert torch.equal(hidden_state, site.hidden_state(state))
 
 
 def test_connect_and_make_name_their_argument_spec():

@@ -203,6 +203,14 @@ def test_flops_of_a_sliding_window(window):
     assert full.forward_flops - windowed.forward_flops == 4 * 32 * 3 * (left_out + half_keys)
 
 
+def test_fused_attention_saves_a_number_for_each_head_and_token():
+    """In float32: the logarithm of the softmax's sum."""
+    few, many = (
+        estimate_cost("prenorm", small_config("gpt2", heads=heads), 1, 32).model for heads in (4, 8)
+    )
+    assert many.activation_bytes - few.activation_bytes == 3 * (8 - 4) * 32 * 4
+
+
 def test_attention_with_values_of_another_width():
     """Of two value widths: 2 · heads · T²/2 products and sums, and the output projection."""
     flops = []
@@ -263,8 +271,15 @@ def test_what_is_no_size_of_a_step(estimate, changed, message):
 def test_learned_positions_grow_with_the_context():
     """docs/cost.md"""
     config = small_config("gpt2", overrides={"n_positions": 16})
-    short, long = (estimate_cost("prenorm", config, 1, T).model for T in (16, 24))
+    shorter, short, long = (estimate_cost("prenorm", config, 1, T).model for T in (8, 16, 24))
     assert long.parameters - short.parameters == (24 - 16) * 32
+    assert shorter.parameters == short.parameters
+
+
+def test_a_padding_token_is_not_looked_for():
+    """The tokens have no values there."""
+    plain, padded = (small_config("gpt2", overrides=o) for o in ({}, {"pad_token_id": 0}))
+    assert estimate_cost("prenorm", padded, 1, 8) == estimate_cost("prenorm", plain, 1, 8)
 
 
 def test_flops_of_experts():
@@ -275,6 +290,48 @@ def test_flops_of_experts():
         config = small_config("mixtral", layers=2, dim=64, overrides=options)
         flops.append(estimate_cost("prenorm", config, 1, 64).model.forward_flops)
     assert flops[1] - flops[0] == pytest.approx(2 * 64 * 2 * 3 * 2 * 64 * (1024 - 64), rel=0.01)
+
+
+def test_flops_of_the_products_of_experts():
+    """Of torch, and of transformers where torch has no kernel."""
+    with torch.device("meta"):
+        tokens, weights = torch.empty(6, 16).bfloat16(), torch.empty(2, 16, 8).bfloat16()
+        ends = torch.empty(2, dtype=torch.int32)
+    for product in (torch.ops.aten._grouped_mm, torch.ops.transformers.grouped_mm_fallback):
+        with flop_counter() as counter:
+            product(tokens, weights, ends)
+        assert counter.get_total_flops() == 2 * 6 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("operation", "flops"),
+    [
+        (lambda x: x + x, 1),
+        (lambda x: x.mul(2).add_(x), 2),
+        (lambda x: x.addcmul(x, x).addcmul_(x, x), 4),
+        (lambda x: x.lerp(x, x), 3),
+        (lambda x: x - x, 1),
+        (lambda x: x - x.mean(-1, keepdim=True), 0),  # a norm's
+        (lambda x: x @ x[0], 2),
+    ],
+)
+def test_flops_of_weighted_sums(operation, flops):
+    x = torch.ones(6, 8)
+    with flop_counter() as counter:
+        operation(x)
+    assert counter.get_total_flops() == flops * x.numel()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "options"), [("flash", ()), ("efficient", (None, True)), ("cudnn", (None, True))]
+)
+def test_flops_of_attention_on_a_gpu(kernel, options, is_causal):
+    attend = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    q = torch.empty(2, 4, 64, 8, device="meta")  # also k and v
+    with flop_counter() as counter:
+        attend(q, q, q, *options, 0.0, is_causal)
+    assert counter.get_total_flops() == 2 * 4 * 4 * 64**2 * 8 / (1 + is_causal)
 
 
 def test_flops_agree_with_torchs_own_counter():
@@ -312,8 +369,14 @@ def test_costs_are_proportional_to_batch_and_dtype():
     assert two.activation_bytes == pytest.approx(2 * one.activation_bytes, rel=0.02)
     assert wide.bytes_moved == 2 * one.bytes_moved
     assert wide.activation_bytes > one.activation_bytes
-    # of float32 streams in a bfloat16 model all is twice as wide but the sub-layers' inputs
-    mixed = estimate_cost(f"{spec[:-1]}, stream_dtype='float32')", small_config(), 1, 16).model
+
+
+@pytest.mark.parametrize("spec", ["hyper(stats='unweighted')", "resi_dual"])
+def test_float32_streams_in_a_bfloat16_model(spec):
+    """All is twice as wide but the sub-layers' inputs."""
+    wide = estimate_cost(spec, small_config(), 1, 16, torch.float32).model
+    wide_streams = str(crosslayer.make(spec, stream_dtype="float32"))
+    mixed = estimate_cost(wide_streams, small_config(), 1, 16).model
     sites, token_bytes = 2 * small_config().num_hidden_layers + 1, 2 * small_config().hidden_size
     assert wide.bytes_moved - mixed.bytes_moved == 16 * 2 * sites * token_bytes
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import crosslayer
@@ -55,6 +56,14 @@ def test_static_hyper_connections_keep_no_more_than_dynamic_ones():
         for spec in ("hyper", "hyper(dynamic=False)")
     )
     assert static <= dynamic
+
+
+def test_bytes_of_a_step():
+    """Neither the weights nor their gradients, which are zero afterwards."""
+    model = nn.Linear(4, 4, bias=False)
+    memory = measure_peak_memory(model, torch.ones(8, 4), lambda m, x: m(x).square().sum())
+    assert memory.saved_bytes == 8 * 4 * 4 + 4  # the output and the loss
+    assert not model.weight.grad.any()
 
 
 @pytest.mark.slow

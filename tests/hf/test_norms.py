@@ -103,6 +103,25 @@ def test_a_norm_without_eps_has_torchs(dtype):
     torch.testing.assert_close(found, norm(x), rtol=rtol, atol=0)
 
 
+def test_a_norm_in_float32_does_not_widen_the_inputs_of_a_bfloat16_model():
+    site = crosslayer.make("prenorm")(crosslayer.plan(1)[0], 8, lambda port: LlamaRMSNorm(8))
+    (h,), _ = site.read(site.init(torch.ones(1, 2, 8, dtype=torch.bfloat16)))
+    assert h.dtype == torch.bfloat16
+
+
+def test_norms_of_float32_streams_run_as_modules():
+    """Fused, they would give the sub-layers float32, too."""
+    connection = find_connections(connected("llama", "hyper(stream_dtype='float32')"))[0]
+    assert connection.fused_norm_specs() == ()
+
+
+@pytest.mark.parametrize("spec", ["postnorm", "resi_dual"])
+def test_mixing_weights_of_an_unknown_norm_are_an_error(spec):
+    site = crosslayer.make(spec)(crosslayer.plan(1)[1], 8, lambda port: nn.GroupNorm(1, 8))
+    with pytest.raises(ValueError, match="expected an RMSNorm or a LayerNorm without hooks, got G"):
+        site.mixing_weights(site.init(torch.ones(1, 2, 8)))
+
+
 def test_a_norm_with_hooks_runs_as_a_module():
     connection = find_connections(crosslayer.connect(build("llama"), "prenorm"))[0]
     for norm in (connection.norms[0], connection.norms[0].host_norm_module()):

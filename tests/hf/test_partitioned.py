@@ -15,7 +15,7 @@ from torch import nn
 
 import crosslayer
 from crosslayer.hf.registration import rebuild_connections
-from crosslayer.partitioned import without_partitioning
+from crosslayer.partitioned import gathered_parameters, without_partitioning
 from tests.hf.backbones import build, trained
 
 calls: list[str] = []
@@ -114,3 +114,13 @@ def test_usual_tensors_are_made_while_a_model_is_partitioned():
 def test_a_saved_model_is_connected_so():
     rebuild_connections(build("llama").model, {"crosslayer": "mudd"})
     assert calls == ["shutdown", "restore"]
+
+
+def test_what_is_gathered_already_stays_so():
+    model = nn.Linear(2, 2)
+    partition(model)
+    with gathered_parameters(model.parameters()):
+        with gathered_parameters(model.parameters()):
+            pass
+        assert model.weight.shape == (2, 2)
+    assert model.weight.numel() == 0
