@@ -23,6 +23,7 @@ from crosslayer.ops.hyper import BoundName, CoefficientMap
 # Of the norms. Normalising a single number gives its sign, up to eps; with a small eps its gradient
 # would be lost in rounding.
 EPS = 1e-1
+OUTPUT_EPS = 2e-1  # of the norms of outputs: another, so that a kernel cannot confuse them
 BATCH = 2  # tokens are laid out as [BATCH, N // BATCH], or as [1, N] where N is odd
 
 Shapes = Callable[[int], list[tuple[int, ...]]]  # of tensors, given D
@@ -299,7 +300,7 @@ def _norm_spec(parameters: list[Tensor]) -> NormSpec | None:
     if not parameters:
         return None
     bias = parameters[1] if len(parameters) > 1 else None
-    return NormSpec(parameters[0], bias, EPS, centred=bias is not None)
+    return NormSpec(parameters[0], bias, OUTPUT_EPS, centred=bias is not None)
 
 
 # The number of sources or streams that models have: MUDD of 24 layers reads 2 to 25 sources, blocks

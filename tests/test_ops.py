@@ -432,6 +432,11 @@ def test_use_kernels_as_a_function_and_as_a_context_manager(restore_kernels):
     with off:
         pass
     assert not kernels_are_on()
+    with crosslayer.use_kernels(False):
+        on = crosslayer.use_kernels(True)
+    with on:
+        assert kernels_are_on()
+    assert not kernels_are_on()
 
 
 def test_importing_the_kernels_registers_one_for_every_op():

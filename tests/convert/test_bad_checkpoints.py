@@ -37,7 +37,7 @@ CONFIGS = {
     "use_qk_norm": ["no", []],
     "round64": ["yes"],
     "dense_type": [["qkvr"], {"qkvr": 1}, None, "qk"],
-    "eos_token_id": [-1, 97, "</s>", [[]], 10**30],
+    "eos_token_id": [-1, 97, True, "</s>", [[]], 10**30],
     "pad_token_id": [10**6, 1.0],
     "model_type": [[], {}, 5, "x" * 100_000],
 }

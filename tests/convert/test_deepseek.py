@@ -9,7 +9,11 @@ from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
 def mhc_tensors(
-    names: str = "released", prefix: str = "", head: bool = True, n: int = 4
+    names: str = "released",
+    prefix: str = "",
+    head: bool = True,
+    n: int = 4,
+    residual: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The tensors of `LAYERS` layers under their published names, and unrelated ones."""
     site = {"released": "layers.{l}.hc_{s}_", "transformers": "layers.{l}.{s}_hc."}[names]
@@ -18,8 +22,9 @@ def mhc_tensors(
     for l in range(LAYERS):
         found[f"{prefix}layers.{l}.attn_norm.weight"] = randn(D)
         for s in ("attn", "ffn"):
-            at, m = prefix + site.format(l=l, s=s), n * n + 2 * n
-            found |= {f"{at}fn": randn(m, n * D), f"{at}base": randn(m), f"{at}scale": randn(3)}
+            at, m = prefix + site.format(l=l, s=s), n * n * residual + 2 * n
+            found |= {f"{at}fn": randn(m, n * D), f"{at}base": randn(m)}
+            found[f"{at}scale"] = randn(2 + residual)
     at = prefix + end
     return found | (
         {f"{at}fn": randn(n, n * D), f"{at}base": randn(n), f"{at}scale": randn(1)} if head else {}
@@ -37,10 +42,11 @@ def only_hc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ("mhc", True),
         ("mhc(single_pass=True)", False),
         ("mhc(readout='mean', norm_eps=1e-5)", False),
+        ("mhc(residual='identity')", True),
     ],
 )
 def test_deepseek(names, prefix, spec, head):
-    theirs = mhc_tensors(names, prefix, head)
+    theirs = mhc_tensors(names, prefix, head, residual="identity" not in spec)
     ours = deepseek.load_connections(theirs, spec)
     sites = row(spec)
     fill_connections(sites, ours)
@@ -116,12 +122,15 @@ def test_tensors_that_do_not_fit():
         ValueError,
         match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's spec is 'mhc'",
     ):
-        deepseek.load_connections(mhc_tensors(), "mhc(single_pass=True)")
+        deepseek.load_connections(mhc_tensors(prefix="model."), "mhc(single_pass=True)")
     with pytest.raises(
         ValueError,
         match=r"'layers.0.hc_attn_fn' has the shape \(8, 24\), expected \(24, 4·D\) for 'mhc'",
     ):
         deepseek.load_connections(mhc_tensors(n=2))
+    for fn in (randn(24, 4 * D - 1), randn(24, 4, D)):
+        with pytest.raises(ValueError, match=r"'layers.2.hc_ffn_fn' has the shape .*, expected"):
+            deepseek.load_connections(mhc_tensors() | {"layers.2.hc_ffn_fn": fn})
     theirs = mhc_tensors()
     del theirs["layers.1.hc_ffn_base"]
     with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.1\.hc_ffn_base'"):
@@ -130,6 +139,8 @@ def test_tensors_that_do_not_fit():
         deepseek.load_connections({"norm.weight": randn(D)})
     with pytest.raises(ValueError, match="these tensors belong to mhc, got the connection 'hyper'"):
         deepseek.load_connections(mhc_tensors(), "hyper")
+    with pytest.raises(ValueError, match="streams must be a whole number of at least 1, got 0"):
+        deepseek.load_connections(mhc_tensors(), "mhc(streams=0)")
     with pytest.raises(ValueError, match="names must be one of released, transformers, got 'hf'"):
         deepseek.save_connections(deepseek.load_connections(mhc_tensors()), "hf")
 
@@ -149,6 +160,7 @@ def test_a_spec_from_a_config():
         str(deepseek.spec_from_config(config | {"hc_mult": 2, "rms_norm_eps": 1e-5}))
         == "mhc(streams=2, norm_eps=1e-05)"
     )
+    assert str(deepseek.spec_from_config({"hc_mult": 2})) == "mhc(streams=2)"
     others = {"hc_sinkhorn_iters": 10, "hc_eps": 1e-4}
     assert deepseek.spec_from_config(config | others).options == {"iterations": 10, "eps": 1e-4}
     with pytest.raises(

@@ -172,6 +172,7 @@ BROKEN = {
         "dim must be a whole number of at least 1",
     ),
     "one-layer": (configured(n_layer=1), "n_layer must be at least 2"),
+    "many-layers": (configured(n_layer=10**9), "n_layer must be at most"),
     "odd-heads": (configured(n_head=5), "n_head must divide dim=64, got 5"),
     "key-heads": (configured(n_local_heads=3), "n_local_heads must divide n_head=4, got 3"),
     "quantised": (

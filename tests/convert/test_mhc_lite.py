@@ -123,6 +123,7 @@ def test_what_was_trained_here_is_saved_without_gamma():
         assert all(torch.equal(tensor.float(), given[name]) for name, tensor in site.items())
 
 
+@pytest.mark.parametrize("prefix", [PREFIXES[0], PREFIXES[2]])
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
@@ -131,15 +132,31 @@ def test_what_was_trained_here_is_saved_without_gamma():
             randn(8, 5),
             r"static_alpha' has the shape \(8, 5\), expected \(4, 5\): fr",
         ),
-        ("static_beta", None, r"a tensor is missing: 'transformer\.h\.0\.hc_attn\.static_beta'"),
+        ("static_beta", None, r"a tensor is missing: 'transformer\.h\..\.hc_attn\.static_beta'"),
+        ("static_alpha", None, r"a tensor is missing: 'transformer\.h\..\.hc_attn\.static_alpha'"),
         ("norm.gamma", -torch.ones(4 * D), "norm.gamma' is -1 in places"),
-        ("stream_embed", randn(4), "a tensor is unknown: 'transformer.h.0.hc_attn.stream_embed'"),
+        (
+            "stream_embed",
+            randn(4),
+            r"a tensor is unknown: 'transformer\.h\..\.hc_attn\.stream_embed'",
+        ),
     ],
 )
-def test_tensors_without_counterpart(name, tensor, message):
-    theirs = module_tensors(False, 4) | {PREFIXES[0] + name: tensor}
+def test_tensors_without_counterpart(name, tensor, message, prefix):
+    theirs = module_tensors(False, 4) | {prefix + name: tensor}
     with pytest.raises(ValueError, match=message):
         mhc_lite.load_connections({n: t for n, t in theirs.items() if t is not None}, PREFIXES)
+
+
+def test_modules_without_prefixes():
+    with pytest.raises(ValueError, match="expected the prefixes of the modules, got none"):
+        mhc_lite.load_connections(module_tensors(False, 4), [])
+
+
+def test_the_dtype_of_streams_is_not_the_repositorys():
+    ours = mhc_lite.load_connections(module_tensors(False, 4), PREFIXES)
+    wider = ours._replace(spec=crosslayer.make(ours.spec, stream_dtype="float32"))
+    assert same(*(mhc_lite.save_connections(p, PREFIXES) for p in (wider, ours)))
 
 
 def test_specs_that_the_repository_has_not():

@@ -256,6 +256,9 @@ def test_the_layout_is_found_by_its_weights(written):
         ({"dense_type": "l"}, "config.json: dense_type must be 'qkvr' in this layout, got 'l'"),
         ({"n_local_heads": 2}, "config.json: n_local_heads must be n_head=4 in this layout, got 2"),
         ({"rotary_pct": 0.2}, "an even number of a head's 16 components must be rotated, got 3"),
+        ({"rotary_pct": 0.05}, "an even number of a head's 16 components must be rotated, got 0"),
+        ({"rotary_pct": 2.0}, "an even number of a head's 16 components must be rotated, got 32"),
+        ({"dense": False, "window_size": 256}, "window_size must be None in this layout, got 256"),
     ],
 )  # fmt: skip
 def test_configs_without_counterpart(given, message, written):

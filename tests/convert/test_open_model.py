@@ -209,6 +209,17 @@ def test_the_separator_is_the_first_of_the_known_ones(tmp_path):
     assert open_tokenizer(tmp_path / "tokenizer.json").eos_token == "</s>"
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_tokenizer_of_a_class_that_is_none(file, tmp_path):
+    save(tmp_path)
+    (tmp_path / file).write_text('{"tokenizer_class": "LlamaConfig"}')
+    refuses(tmp_path, f"{file} names 'LlamaConfig', which is no tokenizer", open_tokenizer)
+
+
+def test_rope_is_of_published_checkpoints(tmp_path):
+    refuses(save(tmp_path), "rope is an option of published", lambda f: open_model(f, rope="exact"))
+
+
 def test_a_tokenizer_of_a_class_of_the_folders_own_is_read_from_its_file(tmp_path):
     save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MyTokenizer"}')

@@ -61,12 +61,26 @@ def test_names(given, message):
         check_names(["x", "y"], given)
 
 
+def test_what_is_read_stays_when_the_connections_change():
+    ours, sites = kimi.load_connections(kimi_tensors(), 1), row("attnres(block_size=2)")
+    fill_connections(sites, ours)
+    read = read_connections(sites)
+    with torch.no_grad():
+        for site in sites:
+            for parameter in site.parameters():
+                parameter.zero_()
+    assert all(same(a, b) for a, b in zip(read, ours.sites, strict=True))
+
+
 def test_a_failed_fill_changes_nothing():
     ours, sites = kimi.load_connections(kimi_tensors(), 1), row("attnres(block_size=2)")
-    before = [{name: t.clone() for name, t in state.items()} for state in read_connections(sites)]
+    before = read_connections(sites)
     ours.sites[3]["query"] = randn(D + 1)
     with pytest.raises(ValueError, match=r"'3.query' has the shape \(13,\), expected \(12,\)"):
         fill_connections(sites, ours)
     with pytest.raises(ValueError, match="the parameters are of 7 sites, got 6 connections"):
         fill_connections(sites[1:], ours)
+    ours.sites[3] |= {"query": randn(D), "key": randn(D)}
+    with pytest.raises(ValueError, match=r"a tensor is unknown: '3\.key'"):
+        fill_connections(sites, ours)
     assert all(same(a, b) for a, b in zip(read_connections(sites), before, strict=True))

@@ -1,11 +1,12 @@
-"""Triton's interpreter: rounding and adding as GPUs do; the bytes that kernels load and store."""
+"""Triton's interpreter: rounding and adding as GPUs do; what kernels load and store, and where."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 
 @contextmanager
@@ -89,28 +90,53 @@ def patch_once() -> Iterator[None]:
 @contextmanager
 def count_traffic() -> Iterator[SimpleNamespace]:
     """Count in `.bytes` what kernels load and store; masked lanes move nothing."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
     traffic = SimpleNamespace(bytes=0)
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def count(pointers: Any, mask: Any) -> None:
         traffic.bytes += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
 
+    with _watch_accesses(count):
+        yield traffic
+
+
+@contextmanager
+def stay_within(tensors: list[Tensor]) -> Iterator[None]:
+    """Raise an AssertionError where a kernel loads or stores outside the memory of the tensors."""
+    storages = [t.untyped_storage() for t in tensors]
+    ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages)
+    starts, ends = np.array(ranges, dtype=np.uint64).T
+
+    def check(pointers: Any, mask: Any) -> None:
+        at = pointers.data[mask.data]
+        nearest = np.searchsorted(starts, at, "right").astype(np.int64) - 1
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        assert (nearest >= 0).all() and (at + size <= ends[nearest]).all(), "of no tensor"
+
+    with _watch_accesses(check):
+        yield
+
+
+@contextmanager
+def _watch_accesses(watch: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call a function with the pointers and the mask of every load and store."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
     def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        count(ptrs, mask)
+        watch(ptrs, mask)
         return load(self, ptrs, mask, *args, **kwargs)
 
     def create_masked_store(
         self: Any, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        count(ptrs, mask)
+        watch(ptrs, mask)
         return store(self, ptrs, value, mask, *args, **kwargs)
 
     InterpreterBuilder.create_masked_load = create_masked_load
     InterpreterBuilder.create_masked_store = create_masked_store
     try:
-        yield traffic
+        yield
     finally:
         InterpreterBuilder.create_masked_load = load
         InterpreterBuilder.create_masked_store = store

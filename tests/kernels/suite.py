@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
-from benchmarks.cases import attention_case, kernel_ops, mix_case
+from benchmarks.cases import attention_case, gate_case, kernel_ops, mix_case
 from crosslayer import ops
 from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.kernels import launch
@@ -33,6 +33,7 @@ from tests.kernels.interpreter import (
     count_traffic,
     patch_once,
     round_to_nearest,
+    stay_within,
 )
 from tests.support import chain
 
@@ -156,10 +157,13 @@ def test_accuracy_of_a_long_row(case):
 
 
 @pytest.mark.parametrize(
-    "case", [attention_case(9), mix_case(9, 2, False, 1, 1)], ids=["attention", "mix"]
+    "case",
+    [attention_case(9), mix_case(9, 2, False, 1, 1), gate_case(9, True)],
+    ids=["attention", "mix", "gate"],
 )
-def test_accuracy_of_sources_read_twice(case):
-    """The backward does not keep 9 sources in registers."""
+def test_accuracy_of_sources_read_twice(case, monkeypatch):
+    """The backward does not keep 9 sources in registers, nor streams where rows are long."""
+    monkeypatch.setattr(launch, "fits_in_registers", lambda *_, **__: False)
     assert_accurate(case, 3, 63, torch.bfloat16, DEVICE, 5)
 
 
@@ -207,6 +211,52 @@ def test_accuracy_of_rows_that_programs_share(name, dtype, monkeypatch, launched
     monkeypatch.setattr(launch, "split_count", lambda programs, pieces, like: min(3, pieces))
     assert_accurate(CASES[name], 2, 300, DTYPES[dtype], DEVICE, 4)
     assert "join_splits" in launched
+
+
+@pytest.mark.parametrize(
+    "name", ["project-2-each", "project-3-joint", "single-pass-2", "sinkhorn-4"]
+)
+def test_accuracy_of_several_tiles_of_tokens(name):
+    assert_accurate(CASES[name], 70, 7, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("name", ["depth_attention", "gate_pool"])
+def test_scores_that_overflow_an_exponential(name, sign):
+    X = tuple(torch.rand(2, 1, 3, 7, device=DEVICE))
+    query = torch.full((7,), 100.0 * sign, device=DEVICE)
+    gate = (X[0], torch.rand(1, 3, 2, device=DEVICE)) if name == "gate_pool" else ()
+    outs = getattr(kernel_ops(), name)(X, *gate, query)
+    for out, expected in zip(outs, getattr(ops, name)(X, *gate, query), strict=True):
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_closed_gate_keeps_a_stream_and_an_open_one_replaces_it():
+    s, y = 1e4 * torch.randn(1, 3, 7, device=DEVICE), torch.randn(1, 3, 7, device=DEVICE)
+    beta = torch.tensor([0.0, 1.0], device=DEVICE).expand(1, 3, 2)
+    (closed, opened), _, _ = kernel_ops().gate_pool((s, s), y, beta, torch.randn(7, device=DEVICE))
+    assert torch.equal(closed, s) and torch.equal(opened, y)
+
+
+@pytest.mark.parametrize(
+    "name", ["gate-3", "streams-2", "project-2-each", "hyper-2-rms", "single-pass-2", "norm-rms"]
+)
+def test_numbers_that_all_tokens_share(name):
+    """A kernel takes them without the axes of tokens, as the definition does."""
+    case = CASES[name]
+    rows, weights = (
+        [t.float().to(DEVICE) for t in group] for group in case.make_tensors(4, 7, torch.float32)
+    )
+    group = rows[1:] if name == "norm-rms" else [w for w in weights if w.ndim > 2]
+    shared = {id(t): t[0, 0] for t in group}
+    assert shared
+
+    def run(expand):
+        new = {key: t.expand(2, 2, *t.shape) if expand else t for key, t in shared.items()}
+        return case.run(kernel_ops(), *([new.get(id(t), t) for t in g] for g in (rows, weights)))
+
+    for out, expected in zip(run(False), run(True), strict=True):
+        assert torch.equal(out, expected)
 
 
 # The fakes of these ops branch on a pending write, which the first site has none of.
@@ -291,6 +341,24 @@ def test_a_write_of_higher_precision_widens_the_stream(launched):
     for out, expected in zip(outs, ops.add_norm(h.bfloat16(), y, norm), strict=True):
         assert torch.equal(out, expected) and out.dtype == torch.float32
     assert not launched
+
+
+@all_paths
+def test_parameters_of_lower_precision(case):
+    """A kernel reads them as float32; their gradients have their dtype."""
+    if not case.row_shapes(1):
+        pytest.skip("the coefficients have the dtype of the logits")
+    rows, weights = case.make_tensors(2, 7, torch.float32)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in rows]
+        leaves += [t.bfloat16().to(DEVICE, dtype).requires_grad_() for t in weights]
+        outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
+        gradients = torch.autograd.grad(sum(out.sin().sum() for out in outs), leaves)
+        assert [g.dtype for g in gradients] == [leaf.dtype for leaf in leaves]
+        results.append((*outs, *gradients))
+    for low, high in zip(*results, strict=True):
+        assert torch.equal(low, high.to(low.dtype))
 
 
 @all_paths
@@ -572,3 +640,22 @@ def test_memory_traffic(case, monkeypatch):
     print(f"of the bound: forward {forward_ratio:.3f}, forward and backward {ratio:.3f}")
     assert 1 <= forward_ratio <= 1.05
     assert 1 <= ratio <= 1.15
+
+
+@all_cases
+@pytest.mark.skipif(not INTERPRETED, reason="watches what the interpreter loads and stores")
+def test_no_kernel_leaves_its_tensors(case, monkeypatch):
+    """Not even to load a number that it does not use."""
+    launch_kernel = launch.launch_kernel
+
+    def launch_within(kernel, grid, *args, **options):
+        leaves = torch.utils._pytree.tree_leaves(args)
+        with stay_within([x for x in leaves if isinstance(x, torch.Tensor)]):
+            launch_kernel(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(launch, "launch_kernel", launch_within)
+    rows, weights = case.make_tensors(3, 7, torch.bfloat16)
+    leaves = [*(x.bfloat16() for x in rows), *(w.float() for w in weights)]
+    leaves = [t.requires_grad_() for t in leaves]
+    outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
+    torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])

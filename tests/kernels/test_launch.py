@@ -11,6 +11,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from crosslayer.kernels import launch  # noqa: E402
+from crosslayer.kernels.fused_norm import add_affine_partial_sums  # noqa: E402
 from crosslayer.kernels.hyper import fits_program  # noqa: E402
 from crosslayer.kernels.library_op import LibraryOp  # noqa: E402
 from crosslayer.norms import NormSpec  # noqa: E402
@@ -188,6 +189,9 @@ def test_a_kernel_is_compiled_once_for_arguments_of_the_same_types():
     assert len(kernel.compiled_for) == 1 + len(others) and len(kernel.launched) == 1
     launch.launch_kernel(kernel, (0,), x, [x, None], 7, 1e-6, n=2, num_warps=4)
     assert len(kernel.launched) == 1
+    other = FakeKernel()
+    launch.launch_kernel(other, (4,), x, [x, None], 7, 1e-6, n=2, num_warps=4)
+    assert len(other.compiled_for) == 1 and len(kernel.launched) == 1
 
 
 def test_tensors_on_several_devices_are_refused():
@@ -222,6 +226,14 @@ def test_what_triton_compiles_apart_is_told_apart():
             assert our_type(a) != our_type(b), (a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_a_norm_have_the_dtype_of_its_parameters(dtype):
+    """Their fakes promise it to a compiler, and autograd converts only what is not compiled."""
+    affine = [torch.ones(7, dtype=dtype)] * 2
+    gradients = add_affine_partial_sums([torch.ones(3, 7)] * 2, affine)
+    assert [(g.dtype, g.shape) for g in gradients] == [(dtype, (7,))] * 2
+
+
 @pytest.mark.parametrize(
     ("n", "D", "dtype", "fits"),
     [
@@ -254,6 +266,8 @@ SINGLE_PASS = empty(2, 64), empty(64), empty(2), None, empty(2)  # H, y, beta, r
         ("hyper_connection", (*ONE_WRITE, None, 1, NORM), True),
         ("hyper_connection", (*ONE_WRITE, None, 2, None), True),
         ("hyper_connection", (*ONE_WRITE, None, 2, NORM), False),
+        ("hyper_connection", (empty(4, 64), None, None, None, 2), True),
+        ("hyper_connection", (empty(4, 64), None, None, None, 3), False),
         ("hyper_connection", (*ONE_WRITE[:2], None, None), False),  # a write of weight 1
         ("hyper_connection", (ONE_WRITE[0], None, None, None), True),  # the first site
         ("single_pass_connection", (*SINGLE_PASS, torch.empty(128, 64), 1e-6, NORM), True),

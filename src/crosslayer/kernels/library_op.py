@@ -86,8 +86,8 @@ class LibraryOp:
 
         Args:
             backward: takes a context and the gradient of each output, a list where the output is
-                one. It returns the gradient of each input: a list where the input is one, None
-                where there is no gradient.
+                one. It returns the gradient of each input: a list where the input is one, else
+                None where there is no gradient.
             setup_context: takes the context, a tuple of the inputs, and the output. It saves what
                 `backward` needs.
         """
@@ -144,7 +144,7 @@ def _make_function(
                 if length is None:
                     flat.append(gradient)
                 else:
-                    flat.extend([None] * length if gradient is None else gradient)
+                    flat.extend(gradient)
             return tuple(flat)
 
     return LibraryFunction
