@@ -32,7 +32,7 @@ STREAM_WEIGHTS_CAPTION = (
     "Left and middle: the write and the mixing of streams of hyper. Right: mgr's write. "
 )
 # the labels that begin a line of a docstring
-LABELS = r"Paper|State|Learned parameters[\w -]*|Traffic[^:]*"
+LABELS = r"Paper|State|Names|Learned parameters[\w -]*|Traffic[^:]*"
 PICTURES_LINK = "[what each picture tells you](../inspect-pictures.md)"
 LEGEND = (
     "B, T and D are sequences, tokens and width; F_k is sub-layer k and y_k its output. "

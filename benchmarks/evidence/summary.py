@@ -104,8 +104,8 @@ def _describe_models(studies: Mapping[str, Study]) -> str:
     columns = " ".join(f"{tokens.capitalize()}: {text}" for tokens, text in models.items())
     return (
         "Validation losses of Llamas in nats a token: pre-norm's, and the differences of the "
-        "others to it with 95 % intervals. Negative is better; bold means that the interval "
-        "excludes zero, in either direction; –: not run. A column is named by the training tokens "
+        "others to it with 95 % intervals. Negative is better; bold means that the interval, "
+        "before rounding, excludes zero; –: not run. A column is named by the training tokens "
         f"a parameter and the factor of the token embeddings. × 1: Llama's own, which start at a "
         f"standard deviation of {INITIAL_STD:g}. × {factor:g}: they start at "
         f"{factor * INITIAL_STD:g} and change {factor:g} times as fast. {columns} Each connection "

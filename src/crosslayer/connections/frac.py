@@ -13,7 +13,9 @@ The stream is as wide as that of a plain residual. W_a = w_b = 0 at initialisati
 plain residual.
 State: one stream in m fractions, and beta of the pending write.
 Learned parameters per sub-layer: 2m² + m, and when dynamic (D/m)(2m + 3) + 2 more.
-Traffic: 4D elements per token and site.
+Names: dynamic_alpha_fn is W_a, dynamic_beta_fn w_b, dynamic_alpha_scale s_a, dynamic_beta_scale
+s_b.
+Traffic:  4D elements per token and site.
 """
 
 import torch

@@ -17,8 +17,9 @@ it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k, counted from
 others. That is pre-norm but for constant factors of the inputs and of the readout, which norms
 remove up to their eps. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
-Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, and n(nD + 1) + 1 for the head, which the
-readout has.
+Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, and n(nD + 1) + 1 for the head. The head is
+the readout's fn [n, nD], base [n] and scale [1], which give z_head as z above. It is there with
+`readout="head"`, but not with `single_pass`.
 Traffic: at least (2n + 2)D elements per token and site.
 """
 

@@ -4,7 +4,7 @@ exactly doubly stochastic.
 Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
 
     v = vec(H)/‖vec(H)‖ · √(nD) · (1 + gamma) [nD];   z = v W_alpha [n + n!],  z_post = v W_beta [n]
-                       W_alpha [nD, n + n!], W_beta [nD, n]
+                       W_alpha [nD, n + n!], W_beta [nD, n];   z = z_pre | z_res, [n] and [n!]
     pre = σ(s_pre z_pre + b_pre);   post = 2σ(s_post z_post + b_post)
     R = Σ_r softmax(s_res z_res + b_res)_r P_r
         P_r the n! permutations in lexicographic order, the identity first
@@ -16,6 +16,8 @@ keeps equal streams equal, so it starts as pre-norm but for constant factors of 
 the readout, which norms remove up to their eps.
 State: n streams, and post of the pending write.
 Learned parameters per sub-layer: nD(2n + n! + 1) + 2n + n! + 3.
+Names: static_alpha is b_pre | b_res, static_beta b_post, dynamic_alpha_fn W_alpha, dynamic_beta_fn
+W_beta, pre_branch_scale s_pre, residual_scale s_res, h_post_scale s_post.
 Traffic: at least (2n + 2)D elements per token and site.
 """
 
