@@ -166,7 +166,6 @@ def test_bad_keywords():
         ("hyper(dynamic=False, tanh=False)", "tanh=False and dynamic=False exclude each other"),
         ("hyper(dynamic=False, stats='rmsnorm')", "stats='rmsnorm' and dynamic=False exclude"),
         ("frac(dynamic=False, tanh=False)", "tanh would change nothing"),
-        ("hyper(dynamic=False, eps=1e-6)", "eps would change nothing"),
         ("hyper(streams=1, matrix=[[5, 1], [1, 1]])", "first number of matrix must be 0, .* got 5"),
         ("mudd(dynamic=False, gelu='tanh')", "gelu='tanh' and dynamic=False exclude each other"),
         ("mhc(residual='identity', order='dst last')", "order='dst last' and residual='identity'"),
