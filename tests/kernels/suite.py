@@ -153,7 +153,7 @@ def test_accuracy_of_a_long_row(case):
         pytest.skip("the reference runs: such a row does not fit in a program")
     if INTERPRETED and case.module in ("project", "single_pass"):
         pytest.skip("slow, and its blocks are short: 1000 numbers are several")
-    assert_accurate(case, 3, 7186, torch.bfloat16, DEVICE)
+    assert_accurate(case, 3, 7186, torch.bfloat16, DEVICE, 5)
 
 
 @pytest.mark.parametrize(
