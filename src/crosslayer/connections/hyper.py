@@ -18,7 +18,7 @@ State: n streams, and beta of the pending write.
 Learned parameters per sub-layer: n(n+2), and when dynamic D(n+2) + |N| + 2 more.
 Names: dynamic_alpha_fn is W_a, dynamic_beta_fn w_b, dynamic_alpha_scale s_a, dynamic_beta_scale
 s_b, norm_weight and norm_bias are N's.
-Traffic:  at least (2n + 2)D elements per token and site.
+Traffic: at least (2n + 2)D elements per token and site.
 """
 
 import math

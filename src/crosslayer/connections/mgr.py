@@ -11,8 +11,8 @@ Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-5, 14,
 
 y_0 is the embedding, y_k the output of sub-layer k of S, and RMS(s) = s/√(mean(s²) + 1e-6), as in
 Listing 1. w1, w2 [D] are 0 at initialisation. The connection before sub-layer k has w1_k, b_k and
-w2_{k−1}; the readout has w2_S. Eq. 14
-gives b from the number L = S − (n−1) of gated sub-layers:  b = ln(√(L/21) (e³ + 1) − n).
+w2_{k−1}; the readout has w2_S. Eq. 14 gives b from the number L = S − (n−1) of gated sub-layers:
+b = ln(√(L/21) (e³ + 1) − n).
 The gate of write k depends on the streams before this write. So the read of sub-layer k computes
 the gate, and the state holds it until the write is applied. Every stream is a convex combination of
 outputs: the method neither starts as pre-norm nor can represent it, so a pretrained model must be
