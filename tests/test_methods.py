@@ -283,6 +283,18 @@ class WithPorts(PreNorm):
         super().__init__(site, dim, norm, ports=("q", "v") if site.index == 0 else None)
 
 
+OWN_ATTRIBUTES = (
+    "site",
+    "dim",
+    "is_readout",
+    "ports",
+    "fractions",
+    "weighs_channels",
+    "options",
+    "stream_dtype",
+)
+
+
 class WithUnknownAnnotation(PreNorm):
     def __init__(
         self, site, dim, norm, rank=4, sizes: tuple[int, ...] = (1,), kind: set | None = None
@@ -342,10 +354,7 @@ class WithUnknownAnnotation(PreNorm):
                 TypeError,
                 f"sets self.{key}, which every connection has",
             )
-            for key in (
-                *("site", "dim", "is_readout", "ports", "fractions", "weighs_channels"),
-                *("options", "stream_dtype"),
-            )
+            for key in OWN_ATTRIBUTES
         ),
         (with_parameter("g", 1), TypeError, "has the parameter 'g' and no method reset_parameters"),
         (with_parameter("g"), TypeError, "parameter 'g' has no dimension, which FSDP cannot shard"),

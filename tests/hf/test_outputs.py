@@ -99,7 +99,7 @@ def test_a_model_that_records_the_layers_of_a_connected_part(is_pre_norm, spec):
     model = perturb_weights(transformers.Wav2Vec2Model(config).eval(), 0.05)
     waves = torch.randn(2, 50)
     expected = model(waves, output_hidden_states=True).hidden_states
-    # transformers before 5.18 reports all of them for a list too
+    # transformers 5.17 reports all of them for a list too
     expected_selection = model(waves, output_hidden_states=[1]).hidden_states
     crosslayer.connect(model.encoder, spec)
     hidden_states = model(waves, output_hidden_states=True).hidden_states

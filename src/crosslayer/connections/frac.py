@@ -14,7 +14,7 @@ plain residual.
 State: one stream in m fractions, and beta of the pending write.
 Learned parameters per sub-layer: 2m² + m, and when dynamic (D/m)(2m + 3) + 2 more.
 Names: dynamic_alpha_fn is W_a, dynamic_beta_fn w_b, dynamic_alpha_scale s_a, dynamic_beta_scale
-s_b.
+s_b, norm_weight and norm_bias are the LayerNorm's.
 Traffic: 4D elements per token and site.
 """
 
