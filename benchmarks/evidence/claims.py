@@ -4,27 +4,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import yaml
 
-from benchmarks.evidence.studies import FIRST_STUDY
+from benchmarks.evidence.studies import FIRST_STUDY, Measure
 from crosslayer.intervals import MeanEstimate, estimate_mean
 
 CLAIMS = Path(__file__).parent / "claims.yaml"
 CLAIM_VERDICTS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
-Measure = Literal["end", "equal time"]
 Losses = Mapping[int, float]  # by seed
 
 
 class SeedLosses(Protocol):
     """Losses by name and seed, like those of a study's arms."""
 
-    def losses(self, name: str, /) -> dict[int, float]:
-        """The final ones."""
-
-    def losses_at_equal_time(self, name: str, /) -> dict[int, float]:
-        """Those when the fastest arm ends."""
+    def losses(self, name: str, /, at: Measure = "end") -> dict[int, float]:
+        """Those of each seed."""
 
     def is_paired(self, name: str, /) -> bool:
         """Whether they are taken together with others' of the same seed."""
@@ -39,7 +35,7 @@ class Claim:
         source: paper, section or table.
         paper: its numbers.
         sum: weights of the arms.
-        at: when the losses are taken: at the end, or when the fastest arm ends.
+        at: when the losses are taken.
         needs: what would test it, where no sum of losses can.
     """
 
@@ -76,9 +72,7 @@ def sum_losses(
     for key, weight in weights.items():
         study_name, arm = _split_key(key)
         study = studies.get(study_name)
-        losses: dict[int, float] = {}
-        if study is not None:
-            losses = study.losses(arm) if at == "end" else study.losses_at_equal_time(arm)
+        losses = {} if study is None else study.losses(arm, at)
         terms = paired if study is None or study.is_paired(arm) else unpaired
         terms.append({seed: weight * loss for seed, loss in losses.items()})
     return add_losses(paired, unpaired)

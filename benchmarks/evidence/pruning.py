@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.evidence.studies import RESULTS, UNSCALED
+from benchmarks.evidence.studies import RESULTS, UNSCALED, Measure
 from crosslayer.files import read_json, write_json
 from crosslayer.inspect.report import JSON_FILE
 
@@ -20,13 +20,9 @@ class PrunedModels:
 
     by_share: dict[str, list[float]] = field(default_factory=dict)
 
-    def losses(self, share: str) -> dict[int, float]:
-        """The losses at a share like "15 %", by seed."""
-        return dict(enumerate(self.by_share.get(share, [])))
-
-    def losses_at_equal_time(self, share: str) -> dict[int, float]:
-        """Not measured."""
-        return {}
+    def losses(self, share: str, at: Measure = "end") -> dict[int, float]:
+        """The losses at a share like "15 %", by seed; none before the end of training."""
+        return dict(enumerate(self.by_share.get(share, []))) if at == "end" else {}
 
     def is_paired(self, share: str) -> bool:
         """The same models lose their weights at every share."""

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -46,6 +46,8 @@ SEEDS = 3
 LOCAL_OPTIONS = ("data", "valid")
 # Of a part, that hold for each of its studies.
 PLAN_KEYS = ("arms", "seeds", "search_rates", "speeds", "paired", "in_overview")
+# When losses are taken: at the end, after an eighth of the steps, or when the fastest arm ends.
+Measure = Literal["end", "an eighth of the steps", "equal time"]
 # The shares of pre-norm's speed, one a measurement, by arm and call.
 Speeds = dict[str, dict[str, list[float]]]
 
@@ -201,9 +203,19 @@ class Study:
         """The same, but none before the search of the arm's rate has ended."""
         return self.runs(name) if self.has_best_rate(name) else {}
 
-    def losses(self, name: str) -> dict[int, float]:
-        """The final losses of an arm's compared runs, by seed."""
-        return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
+    def losses(self, name: str, at: Measure = "end") -> dict[int, float]:
+        """The losses of an arm's compared runs, by seed; those before the end from their curves."""
+        if at == "end":
+            return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
+        if at == "equal time":
+            return self._losses_at_equal_time(name)
+        losses = {}
+        for seed, run in self.compared_runs(name).items():
+            steps, curve = zip(*run.curve, strict=True)
+            loss = loss_at_cost(steps, curve, steps[-1] / 8)
+            if loss is not None:
+                losses[seed] = loss
+        return losses
 
     def is_paired(self, name: str) -> bool:
         """Whether an arm's losses are taken together with others' of the same seed."""
@@ -245,8 +257,7 @@ class Study:
                 of_runs.append(statistics.fmean(step_times) * steps)
         return min(of_runs, default=None)
 
-    def losses_at_equal_time(self, name: str) -> dict[int, float]:
-        """The losses of its compared runs when the fastest arm ends, by seed, from their curves."""
+    def _losses_at_equal_time(self, name: str) -> dict[int, float]:
         losses = {}
         for seed, run in self.compared_runs(name).items():
             time = self.seed_step_time(name, seed)

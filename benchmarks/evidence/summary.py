@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.evidence.claims import Measure
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
@@ -11,6 +10,7 @@ from benchmarks.evidence.studies import (
     TWENTY_TOKENS_SCALED,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
+    Measure,
     Study,
     read_recipe,
 )
@@ -89,7 +89,7 @@ def _summary_loss(study: Study | None, name: str, at: Measure) -> str:
         return format_difference(difference_to_baseline(study, name, at))
     if study is None:
         return NOT_KNOWN
-    losses = study.losses(name) if at == "end" else study.losses_at_equal_time(name)
+    losses = study.losses(name, at)
     return f"{statistics.fmean(losses.values()):.3f}" if losses else NOT_KNOWN
 
 

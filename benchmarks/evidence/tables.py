@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from benchmarks.evidence.claims import (
     CLAIM_VERDICTS,
     Claim,
-    Measure,
     SeedLosses,
     judge_claim,
     read_claims,
@@ -20,6 +19,7 @@ from benchmarks.evidence.studies import (
     SMALL_STUDY,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
+    Measure,
     Part,
     Plan,
     Study,
@@ -73,7 +73,7 @@ def arm_cells(study: Study, name: str) -> Cells:
     final = [run.valid_loss for run in runs.values()]
     cells["seeds"] = str(len(final))
     cells["loss, best rate"] = format_mean_std(mean_and_std(final), ".4f")
-    early = list(study.losses_at_equal_time(name).values())
+    early = list(study.losses(name, "equal time").values())
     if early:
         cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
     difference = difference_to_baseline(study, name)
@@ -198,10 +198,14 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     """
     plans = read_plans()
     known = plans.keys() | studies.keys()
+    long_runs = {name for name in known if name.startswith(TWENTY_TOKENS_STUDY)}
     # for each setting, the study that takes the place of each that claims name
     settings = {
-        "20 tokens a parameter": {FIRST_STUDY: TWENTY_TOKENS_STUDY},
-        "embeddings × 50": {name: name for name in known},
+        "20 tokens a parameter": {
+            FIRST_STUDY: TWENTY_TOKENS_STUDY,
+            **{name: name for name in long_runs},
+        },
+        "embeddings × 50": {name: name for name in known - long_runs},
         "embeddings × 1": {
             name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
         },

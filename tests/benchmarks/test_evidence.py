@@ -139,9 +139,11 @@ def test_tables_of_planted_results(planted):
     # each seed by its own measurement of the speed
     assert table_row(costs, "postnorm")[1] == "0.38 ± 0.13"
     study = planted["short"]
-    at_equal_time, at_end = study.losses_at_equal_time("postnorm"), study.losses("postnorm")
+    at_equal_time, at_end = study.losses("postnorm", "equal time"), study.losses("postnorm")
     missing = [at_equal_time[seed] - at_end[seed] for seed in range(3)]
     assert missing == pytest.approx([0.25, 0.3, 0.375])
+    early = study.losses("postnorm", "an eighth of the steps")
+    assert [early[seed] - at_end[seed] for seed in range(3)] == pytest.approx([0.4375] * 3)
     assert re.search(r"^Not run yet: .*\baltup\b", costs, re.M)
     assert table_row(main, "postnorm")[7] == "worse"
     assert f"{tokens_of_all / 3000 / 3600:.1f} hours of training on" in main
