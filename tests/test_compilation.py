@@ -8,9 +8,8 @@ from crosslayer.compilation import run_backward_without_autocast
 from crosslayer.testing.laws.shared import make_connections, run_connections
 
 
-@pytest.mark.parametrize(
-    "spec", ["hyper", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("mudd", "attnres"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["hyper", "mudd", "attnres"])
 def test_gradients_of_coefficients_are_those_of_an_eager_backward(spec, monkeypatch):
     """By torch's default they are computed in bfloat16."""
     sites = [site.float() for site in make_connections(spec, False, layers=1)]

@@ -492,13 +492,8 @@ def test_validation_noise_depends_on_the_index_alone():
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "x"),
-    [
-        pytest.param(VIT, PIXELS, id="vit"),
-        pytest.param(DIT, LATENTS, id="dit", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "x"), [(VIT, PIXELS), (DIT, LATENTS)], ids=["vit", "dit"])
 @pytest.mark.filterwarnings("ignore")  # of Lightning and diffusers
 def test_comparison_of_one_step(family, x, tmp_path, capsys):
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"

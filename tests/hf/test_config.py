@@ -17,7 +17,15 @@ def make_small_config(family: str, **options):
     return make_config(family, **SIZES | options)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "got_ocr2", "llama4", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "got_ocr2",
+        "qwen3_5",
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("llama4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_family_with_a_text_model_is_refused_and_names_the_texts_family(family):
     """It would keep the sizes of billions of parameters."""
     with pytest.raises(ValueError, match=r"keeps num_hidden_layers .* got 4: its text") as error:
