@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -297,7 +298,16 @@ OWN_ATTRIBUTES = (
 
 class WithUnknownAnnotation(PreNorm):
     def __init__(
-        self, site, dim, norm, rank=4, sizes: tuple[int, ...] = (1,), kind: set | None = None
+        self,
+        site,
+        dim,
+        norm,
+        rank=4,
+        sizes: tuple[int, ...] = (1,),
+        scales: Sequence[float] = (),
+        names: list = (),
+        table: dict = (),
+        kind: set | None = None,
     ):
         super().__init__(site, dim, norm)
         self.w = float32_parameter(rank)
@@ -460,6 +470,12 @@ def test_options_of_any_annotation():
     assert crosslayer.make("mine(rank=2, sizes=(1, 2, 3))").options["sizes"] == (1, 2, 3)
     with pytest.raises(ValueError, match="sizes must be a list, each item a whole number"):
         crosslayer.make("mine(sizes=(1, 'a'))")
+    with pytest.raises(ValueError, match="scales must be a list, each item a finite number, got"):
+        crosslayer.make("mine(scales=[1, 'a'])")
+    with pytest.raises(ValueError, match="names must be a list, got 3"):
+        crosslayer.make("mine(names=3)")
+    with pytest.raises(ValueError, match="table must be a mapping, got 3"):
+        crosslayer.make("mine(table=3)")
     with pytest.raises(ValueError, match="kind must be set or None, got 3"):
         crosslayer.make("mine(kind=3)")
     site = crosslayer.plan(1)[0]

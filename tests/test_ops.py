@@ -102,7 +102,7 @@ def affine_norm(x, centred):
     ("norm", "dtype"),
     [
         (rms, torch.float32),
-        (rstd, torch.float32),
+        (partial(rstd, eps=1e-6), torch.float32),
         (partial(affine_norm, centred=False), torch.bfloat16),
         (partial(affine_norm, centred=True), torch.bfloat16),
     ],

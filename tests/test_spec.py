@@ -322,7 +322,7 @@ def write_twice(spec: str) -> None:
         ),
         (
             lambda: stack_of_two(recompute="layers"),
-            "^recompute must be one of 'streams', 'inversion', got 'layers'$",
+            "^recompute must be one of streams, inversion, got 'layers'$",
         ),
         (
             lambda: stack_of_two()(torch.zeros(2, 16, 64)),

@@ -422,6 +422,14 @@ class Connection(Float32Parameters, Generic[StateT]):
         return ", ".join(parts)
 
 
+def split_attention_ports(ports: tuple[str, ...]) -> tuple[str, ...]:
+    """The ports with all inputs of an attention, like q, k and v, in the place of its own port."""
+    split: list[str] = []
+    for port in ports:
+        split += SPLIT_PORTS.get(port, (port,))
+    return tuple(split)
+
+
 def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
     """The ports, if they are the site's. An attention may be replaced by all of its inputs: q, k
     and v.
@@ -433,10 +441,7 @@ def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
     """
     if site.is_readout:
         return ports
-    allowed: list[tuple[str, ...]] = [()]
-    for port in site.ports:
-        choices = dict.fromkeys([(port,), SPLIT_PORTS.get(port, (port,))])
-        allowed = [before + choice for before in allowed for choice in choices]
+    allowed = dict.fromkeys([site.ports, split_attention_ports(site.ports)])
     if ports not in allowed:
         raise ValueError(f"ports must be {' or '.join(map(str, allowed))}, got {ports!r}")
     return ports

@@ -28,6 +28,12 @@ def check_no_file(folder: Path) -> None:
         raise ValueError(f"{folder}: a file is in the way of the output folder")
 
 
+def check_new_file(path: Path) -> None:
+    """Raise a ValueError where a file of results would be overwritten."""
+    if path.exists():
+        raise ValueError(f"{path} exists already; choose another folder with --out")
+
+
 def write_text_atomic(path: Path, content: str) -> None:
     """Write `content` to a temporary file beside `path`, then rename it to `path`."""
     temporary = path.with_name(path.name + UNFINISHED_SUFFIX)
@@ -63,8 +69,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         ValueError: `folder` is a file, not empty, has no name or is where a disk is mounted, or
             another process is making it.
     """
-    if folder.is_file():
-        raise ValueError(f"{folder}: is a file, expected a new or empty folder")
+    check_no_file(folder)
     if not folder.name:
         raise ValueError(f"{folder}: cannot be replaced; name a new folder, like ./corpus")
     _check_empty(folder)
@@ -182,7 +187,7 @@ def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """All that is in a folder but the folders, in order, with what is in linked folders."""
+    """The files in a folder and its subfolders, sorted. Links to folders are followed."""
     found: list[Path] = []
     seen: set[str] = set()
     for root, folders, names in os.walk(folder, followlinks=True):

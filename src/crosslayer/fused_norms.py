@@ -34,7 +34,7 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     # Whether it reads a sum of its streams. In float16 the sum may overflow, so it is normed before
     # it is rounded; a port's own norm would get the rounded sum.
     sums_streams: ClassVar[bool] = False
-    # An instance sets it to False where its last op makes none of the ports' inputs.
+    # Whether this site's last op makes the ports' inputs.
     can_fuse_norms: bool = True
 
     def fused_read(

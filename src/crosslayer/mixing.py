@@ -35,9 +35,9 @@ def identity_weights(n: int, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)[..., None]
 
 
-def part_weights(out: int, parts: int, index: int, like: Tensor) -> Tensor:
-    """`out` rows that each take part `index` alone: [out parts 1]."""
-    return identity_weights(parts, like)[index : index + 1].expand(out, parts, 1)
+def part_weights(parts: int, index: int, like: Tensor) -> Tensor:
+    """A row that takes part `index` alone: [1 parts 1]."""
+    return identity_weights(parts, like)[index : index + 1]
 
 
 def join_rows(*blocks: Tensor) -> Tensor:

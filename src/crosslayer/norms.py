@@ -18,11 +18,14 @@ def add_write(h: Tensor, y: Tensor | None) -> Tensor:
 
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, without a weight. Returns float32."""
+    """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, without a weight.
+
+    Computed in float32, or in float64 where x is float64.
+    """
     return F.rms_norm(upcast(x), x.shape[-1:], eps=eps)
 
 
-def rstd(x: Tensor, eps: float = 1e-6) -> Tensor:
+def rstd(x: Tensor, eps: float) -> Tensor:
     """rsqrt(mean(x²) + eps), the factor of RMS(x). [..., D] -> [...]. Reads x once."""
     return torch.rsqrt(torch.linalg.vector_norm(upcast(x), dim=-1).square() / x.shape[-1] + eps)
 
@@ -36,8 +39,8 @@ class NormSpec(NamedTuple):
     centred: bool
 
 
-def apply_norm(x: Tensor, norm: NormSpec | None = None) -> Tensor:
-    """norm(x), or x where `norm` is None. [... D] in x's dtype; computed in float32."""
+def apply_norm(x: Tensor, norm: NormSpec | None) -> Tensor:
+    """norm(x), or x where `norm` is None. [... D] in x's dtype; computed in float32 or wider."""
     if norm is None:
         return x
     input_dtype = x.dtype

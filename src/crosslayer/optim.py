@@ -96,11 +96,12 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """
     other_ids = _embedding_ids(model) | _connection_decays(model).keys()
     matrices: dict[int, nn.Parameter] = {}  # by id: lists of layers may be within others
-    for layers in map(_layers_in, model.modules()):
-        for module in (module for layer in layers for module in layer.modules()):
-            for name, parameter in module.named_parameters(recurse=False):
-                if _is_map(module, name, parameter) and id(parameter) not in other_ids:
-                    matrices[id(parameter)] = parameter
+    for container in model.modules():
+        for layer in _layers_in(container):
+            for module in layer.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    if _is_map(module, name, parameter) and id(parameter) not in other_ids:
+                        matrices[id(parameter)] = parameter
     return list(matrices.values())
 
 

@@ -13,7 +13,7 @@ STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _TITLE_WIDTH = 46  # characters in a line of a panel's title
 _AXIS_WIDTH = 36  # in a line of an axis's name
-METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}}  # the same file each day
+_METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}}  # the same file each day
 
 DrawPanel = Callable[[Any], None]  # draws on the axes of one panel
 
@@ -77,7 +77,7 @@ def render_figure(
         figure.set_layout_engine("none")  # laid out now, once for all files
         for suffix in suffixes:
             file = io.BytesIO()
-            figure.savefig(file, format=suffix, metadata=METADATA[suffix], dpi=110)
+            figure.savefig(file, format=suffix, metadata=_METADATA[suffix], dpi=110)
             files[suffix] = file.getvalue()
     if "svg" in files:  # without its prologue, it can be a part of a page too
         files["svg"] = b"".join(files["svg"].partition(b"<svg")[1:])

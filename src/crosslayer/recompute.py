@@ -42,11 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .class_swap import swap_class
 from .connection import Connection, State, autocast_disabled
-from .forward_conditions import (
-    ForwardConditions,
-    is_called_functionally,
-    site_name,
-)
+from .forward_conditions import ForwardConditions, is_called_functionally, site_name
 from .fsdp import unsharded_modules
 from .method_checks import method_name
 from .ops.manual_backward import is_transformed

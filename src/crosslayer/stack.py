@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .connection import Connection, plan
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, check_norm_factory, make
-from .validation import check_option_type
 
 
 class Stack(nn.Module):
@@ -84,7 +83,6 @@ class Stack(nn.Module):
             )
         self.recompute = recompute
         if recompute is not None:
-            check_option_type("recompute", recompute, RecomputeMode)
             enable_recompute(self._sites(), recompute)
 
     def _sites(self) -> list[Connection[Any]]:

@@ -163,10 +163,8 @@ def _fits_kind(value: object, annotation: Any) -> bool:
         return kind is bool
     if kind is float:
         return isinstance(value, int | float) and _is_finite(value)
-    if kind is Sequence:
-        if not isinstance(value, list | tuple):
-            return False
-        return all(_fits_kind(item, part) for part in parts for item in value)
+    if kind is Sequence:  # a string is one too
+        return isinstance(value, list | tuple) and _items_fit(list(value), parts)
     return isinstance(value, kind) and _items_fit(value, parts)
 
 
@@ -179,13 +177,13 @@ def _is_finite(value: float) -> bool:
 
 def _items_fit(value: Any, parts: tuple[Any, ...]) -> bool:
     """Whether the items of a dict, list or tuple fit the parameters of its annotation."""
-    if isinstance(value, dict) and parts:
+    if not parts:
+        return True
+    if isinstance(value, dict):
         return all(_fits_kind(key, parts[0]) and _fits_kind(value[key], parts[1]) for key in value)
-    if isinstance(value, list) and parts:
+    if isinstance(value, list) or parts[1:] == (...,):
         return all(_fits_kind(item, parts[0]) for item in value)
-    if isinstance(value, tuple) and parts[1:] == (...,):
-        return all(_fits_kind(item, parts[0]) for item in value)
-    if isinstance(value, tuple) and parts:
+    if isinstance(value, tuple):
         return len(value) == len(parts) and all(map(_fits_kind, value, parts))
     return True
 
@@ -196,12 +194,14 @@ def _describe_kind(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
     words = _KIND_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
-    if origin is list or (origin is tuple and parts[1:] == (...,)):
-        words += f", each item {_describe_kind(parts[0])}"
-    elif origin is tuple and parts:
-        words += f" of {len(parts)}, each {_describe_kind(parts[0])}"
-    elif origin is dict and parts[1] is not Any:
-        words += f" whose values are each {_describe_kind(parts[1])}"
+    if not parts or parts[-1] is Any:  # items of any kind
+        return words
+    if origin is dict:
+        return f"{words} whose values are each {_describe_kind(parts[1])}"
+    if origin is tuple and parts[-1] is not ...:
+        return f"{words} of {len(parts)}, each {_describe_kind(parts[0])}"
+    if origin in (list, tuple, Sequence):
+        return f"{words}, each item {_describe_kind(parts[0])}"
     return words
 
 

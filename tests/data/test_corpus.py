@@ -78,7 +78,7 @@ def test_windows_equal_an_independent_loop(
 def test_window_bounds(stories):
     windows = load_corpus(stories, 16).train
     for index in (-1, len(windows)):
-        with pytest.raises(IndexError, match=f"window {index} of"):
+        with pytest.raises(IndexError, match=r"tokens .* of"):
             windows[index]
     for start, length in ((-1, 2), (0, len(windows.tokens) + 1), (len(windows.tokens), 1), (3, -1)):
         with pytest.raises(IndexError):
@@ -105,8 +105,8 @@ def test_standard_library():
 
 def test_entropy():
     tokenizer = load_tokenizer("bytes")
-    assert stream_of(["abcd" * 1000], tokenizer).entropy == pytest.approx(2)
-    assert stream_of(["a" * 50], tokenizer).entropy == 0
+    assert stream_of(["abcd" * 1000], tokenizer).entropy_per_token == pytest.approx(2)
+    assert stream_of(["a" * 50], tokenizer).entropy_per_token == 0
 
 
 def test_text_bytes_do_not_depend_on_the_tokenizer(stories):
@@ -116,7 +116,7 @@ def test_text_bytes_do_not_depend_on_the_tokenizer(stories):
     tokens = theirs.valid["all"].tokens
     assert tokens.text_bytes == len(ours.valid["all"].tokens) > len(tokens)
     assert theirs.bytes_per_token["all"] == tokens.text_bytes / len(tokens) > 1
-    expected = tokens.entropy * len(tokens) / tokens.text_bytes
+    expected = tokens.entropy_per_token * len(tokens) / tokens.text_bytes
     assert math.isclose(theirs.entropy["all"], expected)
 
 

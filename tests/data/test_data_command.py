@@ -46,7 +46,7 @@ def test_a_log_file_has_lines_of_progress(stories, tmp_path, capsys, monkeypatch
         ("prepare {stories} --out {out} --tokenizer byte", "unknown tokenizer 'byte' (did you"),
         ("prepare {stories} --out {out} --valid a=x", "got 'a=x'; write --valid.NAME=VALUE"),
         ("prepare {stories} --out {out} --valid.a=x.bin", "x.bin: no such file or folder"),
-        ("prepare {stories} --out {stories}", "is a file, expected a new or empty folder"),
+        ("prepare {stories} --out {stories}", "a file is in the way of the output folder"),
         ("prepare {stories} --out .", ".: cannot be replaced; name a new folder"),
         ("prepare {stories}", "missing: out; see"),
         ("show {out}", "out: not a prepared corpus, it has no corpus.json"),

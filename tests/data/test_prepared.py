@@ -84,7 +84,7 @@ def test_a_folder_in_use_is_left_alone(stories, tmp_path):
     folder.mkdir()
     (folder / "thesis.txt").touch()
     assert "mine: not empty" in error_of(prepare_corpus, stories, "bytes", folder)
-    assert "is a file" in error_of(prepare_corpus, stories, "bytes", folder / "thesis.txt")
+    assert "in the way" in error_of(prepare_corpus, stories, "bytes", folder / "thesis.txt")
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
     prepare_corpus(stories, "bytes", tmp_path / "out")
     assert "out: not empty" in error_of(prepare_corpus, stories, "bytes", tmp_path / "out")

@@ -271,13 +271,13 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(byte_tokenizer_json())
     (tmp_path / "text.txt").write_text("A stream of text.\n" * 20)
-    twice = [str(tmp_path / "model")] * 2
+    twice = [f"{tmp_path}/model", f"{tmp_path}/model/"]
     command = ["inspect", *twice, "--data", str(tmp_path / "text.txt"), "--sequences", "2"]
     out = tmp_path / "out"
     assert main([*command, "--sections", "gates,cosines", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "gates is not drawn" in printed
-    assert "cosines is not" not in printed and "Runs without a model" not in printed
+    assert "cosines is not" not in printed and "without a saved model" not in printed
     assert "sequences of up to 16 tokens" in (out / "report.html").read_text()
     failing = ["--sections", "patterns", "--layer=2", "--out", str(tmp_path / "failing")]
     assert main([*command, *failing]) == 0

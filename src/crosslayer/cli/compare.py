@@ -14,7 +14,7 @@ from .console import (
     silence_libraries,
 )
 from .options import (
-    DEFAULT_SPECS,
+    DEFAULT_ARMS,
     add_recipe,
     add_settings,
     add_specs,
@@ -57,14 +57,14 @@ def parser() -> Any:
         help="folder of results.json and the report; default: compare- and a hash of the settings "
         "and the data",
     )
-    add_specs(command, "--arms", "arms of the recipe (default: all of them), or connections")
+    add_specs(command, "arms of the recipe (default: all of them), or connections")
     add_settings(command)
     return command
 
 
 def run(options: Any) -> int:
     silence_libraries()
-    recipe = recipe_from_options(options, DEFAULT_SPECS)
+    recipe = recipe_from_options(options, DEFAULT_ARMS)
     search_rates = options.get("search_rates", False)
     return compare_and_report(recipe, options.get("seeds", 1), options.get("out"), search_rates)
 

@@ -66,12 +66,7 @@ class ProgressBars:
     """
 
     def __init__(self, console: Any, unit: str):
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
         self._progress = make_progress(
             console,

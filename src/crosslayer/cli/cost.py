@@ -55,7 +55,7 @@ def parser() -> Any:
         default="H100",
         help="the GPU whose memory bandwidth is used: " + ", ".join(GPUS),
     )
-    add_specs(command, "--arms")
+    add_specs(command)
     return command
 
 
@@ -65,7 +65,7 @@ def run(options: Any) -> int:
     from ..hf.config import make_config
 
     gpu = check_choice("gpu", options.gpu, GPUS)
-    specs = parse_specs("--arms", options.arms)
+    specs = parse_specs(options.arms)
     config = make_config(
         options.family,
         options.layers,

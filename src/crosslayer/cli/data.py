@@ -18,7 +18,7 @@ from .options import make_parser
 if TYPE_CHECKING:
     from ..data.token_streams import ProgressCallback, StreamCounts
 
-_SHOWN_IDS = 20  # of each set, as text: a wrong tokenizer shows
+_SHOWN_IDS = 20  # of each set, as text, so that a wrong tokenizer is noticed
 _LINE_SECONDS = 60  # between two lines of progress in a log file
 COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
 

@@ -1,14 +1,14 @@
 """`crosslayer eval`: tasks of lm-evaluation-harness, perplexity of texts and of target spans."""
 
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
-from ..files import lock_folder, write_json
+from ..files import check_new_file, lock_folder, write_json
 from ..run_folders import EVALUATION_FILE
 from ..validation import check_positive, dtype_name
 from .console import make_console, make_table, print_table, silence_libraries
@@ -101,11 +101,6 @@ def parser() -> Any:
     return command
 
 
-def run(options: Any) -> int:
-    with ExitStack() as held:
-        return _evaluate(options, held)
-
-
 def _check_options(options: Any, results_file: Path | None) -> None:
     """Raise a ValueError for options that cannot be used, or used together."""
     if not options.tasks and not options.text and not options.spans:
@@ -122,11 +117,11 @@ def _check_options(options: Any, results_file: Path | None) -> None:
         if getattr(options, name) is not None and not options.tasks:
             raise ValueError(f"--{name.replace('_', '-')} is for --tasks; leave it out")
     check_positive(batch_size=options.batch_size)
-    _check_new(results_file)
+    if results_file is not None:
+        check_new_file(results_file)
 
 
-def _evaluate(options: Any, held: ExitStack) -> int:
-    """Evaluate, with the lock of --out in `held` from the first result on."""
+def run(options: Any) -> int:
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
     # The bootstrap of standard errors would fork this process with the model in it.
@@ -150,9 +145,6 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     model = open_model(options.model, dtype).to(device)
     check_tokenizer(tokenizer, model)
     context = check_context(model, options.context)
-    if results_file is not None:
-        held.enter_context(lock_folder(results_file.parent))
-        _check_new(results_file)  # another process may have finished meanwhile
     results: dict[str, Any] = {
         "model": options.model,
         "tokenizer": options.tokenizer or options.model,
@@ -163,12 +155,15 @@ def _evaluate(options: Any, held: ExitStack) -> int:
         "documents": options.documents,
         "windows": options.windows,
     }
-    # Tasks first: their data may be out of reach.
-    if options.tasks:
-        results["tasks"] = _run_tasks(options, model, tokenizer, task_manager, context)
-        _write_results(results, results_file)  # a text may turn out to be too short
-    results |= _score_files(options, model, tokenizer, texts, spans, context)
-    _write_results(results, results_file)
+    with nullcontext() if results_file is None else lock_folder(results_file.parent):
+        if results_file is not None:
+            check_new_file(results_file)  # another process may have finished meanwhile
+        # Tasks first: their data may be out of reach.
+        if options.tasks:
+            results["tasks"] = _run_tasks(options, model, tokenizer, task_manager, context)
+            _write_results(results, results_file)  # a text may turn out to be too short
+        results |= _score_files(options, model, tokenizer, texts, spans, context)
+        _write_results(results, results_file)
     if results_file is not None:
         make_console().print(f"Results: {results_file}", soft_wrap=True)
     return 0
@@ -259,11 +254,6 @@ def _score_files(
     if table.row_count:
         print_table(table, make_console())
     return results
-
-
-def _check_new(results_file: Path | None) -> None:
-    if results_file is not None and results_file.exists():
-        raise ValueError(f"{results_file} exists already; choose another folder")
 
 
 def _add_rows(table: Any, name: str, result: Any) -> None:

@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files import lock_folder
+from ..files import check_new_file, lock_folder
 from ..run_folders import TRAINED_MODEL_FOLDER, is_comparison_folder, is_run_folder
 from ..validation import check_positive, did_you_mean
 from .console import InspectionBar, make_console, silence_libraries
@@ -96,10 +96,10 @@ def run(options: Any) -> int:
     if not 0 <= options.running_mean < 1:
         raise ValueError(f"--running-mean must be from 0 to below 1, got {options.running_mean}")
     folder = Path(options.out)
-    _check_new(folder / REPORT_FILE)
+    check_new_file(folder / REPORT_FILE)
     choice = _choose_sections(options.sections)
     sections, views = choice.sections, choice.views
-    sources = list(dict.fromkeys(options.models))
+    sources = list(dict.fromkeys(str(Path(source)) for source in options.models))  # m/ is m
     models, runs = _find_sources(sources)
     _check_sources(options, choice, models, runs)
     console = make_console()
@@ -110,7 +110,7 @@ def run(options: Any) -> int:
     if sections and len(models) < len(sources):
         console.print("Runs without a saved model appear only in the views of training.")
     with lock_folder(folder):
-        _check_new(folder / REPORT_FILE)  # another process may have finished meanwhile
+        check_new_file(folder / REPORT_FILE)  # another process may have finished meanwhile
         if sections and models:
             inspections, setup = _inspect_models(options, models, sections, console)
         if training is not None:
@@ -124,11 +124,6 @@ def run(options: Any) -> int:
             console.print(f"{name} is not drawn: nothing in these models to show there")
     console.print(f"Report: {folder / REPORT_FILE} ({time.perf_counter() - start:.0f} s)")
     return 0
-
-
-def _check_new(report: Path) -> None:
-    if report.exists():
-        raise ValueError(f"{report} exists already; choose another folder with --out")
 
 
 def _sections_to_explain(

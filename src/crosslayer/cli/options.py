@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Belongs to the default learning rate, which is several times the papers': most connections do
 # better with a tenth of it for their own parameters (docs/training.md).
 _WITH_DEFAULT_RATE = {"connection_lr_scale": 0.1}
-DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+DEFAULT_ARMS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -34,20 +34,20 @@ def make_parser(description: str) -> Any:
     return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
 
 
-def add_specs(parser: Any, option: str, what: str = "connections") -> None:
-    """An option that takes one or several connections. what: the help's words for them."""
+def add_specs(parser: Any, what: str = "connections") -> None:
+    """The option --arms, of one or several connections. what: the help's words for them."""
     parser.add_argument(
-        option,
+        "--arms",
         nargs="+",
-        default=DEFAULT_SPECS,
+        default=DEFAULT_ARMS,
         type=str,
         help=f'{what}, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
         + ", ".join(available()),
     )
 
 
-def parse_specs(option: str, words: Sequence[str]) -> list[str]:
-    """The connections among the words of an option of `add_specs`.
+def parse_specs(words: Sequence[str]) -> list[str]:
+    """The connections among the words of --arms.
 
     Raises:
         ValueError: there is none.
@@ -56,7 +56,7 @@ def parse_specs(option: str, words: Sequence[str]) -> list[str]:
 
     specs = split_specs(" ".join(words))
     if not specs:
-        raise ValueError(f"{option} names no connection; known: {', '.join(available())}")
+        raise ValueError(f"--arms names no connection; known: {', '.join(available())}")
     return specs
 
 
@@ -122,20 +122,19 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
             raise ValueError(
                 "--scale needs a recipe; without one, use options like --layers and --dim"
             )
-        specs = parse_specs("--arms", options.get("arms", arms))
+        specs = parse_specs(options.get("arms", arms))
         has_own_rate = "lr" in overrides or overrides.get("pretrained") is not None
         shared = {} if has_own_rate else dict(_WITH_DEFAULT_RATE)
         return Recipe(_unique_arms(map(Arm.from_row, specs)), shared, overrides=overrides)
 
     recipe = load_recipe(options.recipe, options.get("scale", "full"), **overrides)
     if "arms" in options:
-        arms_by_name = {arm.name: arm for arm in recipe.arms}
+        names = {arm.name for arm in recipe.arms}
         chosen = []
         for word in options.arms:
-            if word in arms_by_name:  # a name may have spaces and commas
-                chosen.append(arms_by_name[word])
-            else:
-                chosen += [find_arm(recipe, spec) for spec in parse_specs("--arms", [word])]
+            # the name of an arm may have spaces and commas
+            specs = [word] if word in names else parse_specs([word])
+            chosen += [find_arm(recipe, spec) for spec in specs]
         recipe.arms = _unique_arms(chosen)
     return recipe
 

@@ -109,16 +109,14 @@ def _train_in_folder(
 
     export_trained(trainer, folder / TRAINED_MODEL_FOLDER)
     if trainer.fabric.is_global_zero:
-        _write_result(folder, trainer.settings, arm, result)
+        _write_result(folder, settings, arm, result)
         if not bars.have_shown:
             note = f"{folder}: the run had ended already; nothing was trained."
             console.print(note, soft_wrap=True)
-        optimization, data = trainer.settings.optimization, trainer.settings.data
-        notes = _result_notes(result, examples.epochs(optimization.steps, data.batch))
-        for note in [
-            *notes,
-            f"{arm.name}: {_losses_text(result)}. Model: {folder / TRAINED_MODEL_FOLDER}",
-        ]:
+        passes = examples.epochs(settings.optimization.steps, settings.data.batch)
+        notes = _result_notes(result, passes)
+        notes.append(f"{arm.name}: {_losses_text(result)}. Model: {folder / TRAINED_MODEL_FOLDER}")
+        for note in notes:
             console.print(note, soft_wrap=True)
     shutdown_distributed()
     return 0

@@ -108,7 +108,7 @@ class AltUp(FusedNormConnection[Alternating]):
             h = h + columns[-1:]
         if not self.opens_layer:
             write = join_rows(X, h, active)
-            return MixingWeights(write, part_weights(1, parts, K, X), identity_weights(parts, X))
+            return MixingWeights(write, part_weights(parts, K, X), identity_weights(parts, X))
         if state.g is not None:
             X = X + state.g[:, None, None] * (h - active)
         write = join_rows(X, h)
@@ -117,7 +117,7 @@ class AltUp(FusedNormConnection[Alternating]):
             read = join_columns(every_stream, torch.zeros_like(every_stream[:, :1]))
             return MixingWeights(write, read, identity_weights(K + 1, X))
         predicted = self.P[..., None]
-        read = part_weights(1, K, self.j, X)
+        read = part_weights(K, self.j, X)
         carry = join_rows(predicted, read, predicted[self.j : self.j + 1])
         return MixingWeights(X, read, carry)
 

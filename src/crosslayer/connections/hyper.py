@@ -32,12 +32,7 @@ from ..connection import InitialFunction, NormFactory, Site
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
-from ..ops import (
-    depth_connection,
-    expand_to_streams,
-    hyper_connection,
-    width_connection,
-)
+from ..ops import depth_connection, expand_to_streams, hyper_connection, width_connection
 from ..ops.hyper import BoundName
 from ..validation import check_idle_options, check_non_negative, check_option_type
 from ._alpha_beta import (

@@ -30,11 +30,7 @@ from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
-from ..ops import (
-    expand_to_streams,
-    width_connection,
-    write_norm_project,
-)
+from ..ops import expand_to_streams, width_connection, write_norm_project
 from ._streams import (
     Streams,
     check_stream_count,

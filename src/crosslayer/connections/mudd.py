@@ -35,13 +35,13 @@ from torch import Tensor, nn
 
 from ..connection import (
     SPLIT_PORT_NAMES,
-    SPLIT_PORTS,
     InitialFunction,
     NormFactory,
     Site,
     assign_normal,
     assign_value,
     float32_parameter,
+    split_attention_ports,
 )
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, join_rows
@@ -385,7 +385,7 @@ def _mixtures_at_site(ways: str, site: Site) -> list[str]:
 
     The readout, and a layer without an attention, read fewer mixtures than there are.
     """
-    read = {"r", *(WAY_OF_PORT[port] for port in _split_attention(site.ports))}
+    read = {"r", *(WAY_OF_PORT[port] for port in split_attention_ports(site.ports))}
     return [mixture for mixture in _parse_ways(ways) if read & set(mixture)]
 
 
@@ -403,18 +403,10 @@ def _ports_mixed_apart(site: Site, mixture_of_way: dict[str, int | None]) -> tup
 
     Where q, k and v are mixed separately, each is a port of the attention with another norm.
     """
-    split_ports = _split_attention(site.ports)
+    split_ports = split_attention_ports(site.ports)
     qkv = [port for port in split_ports if port in SPLIT_PORT_NAMES]
     mixtures = {mixture_of_way[WAY_OF_PORT[port]] for port in qkv}
     return split_ports if len(mixtures) > 1 else site.ports
-
-
-def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:
-    """The ports with q, k and v instead of attn."""
-    split: list[str] = []
-    for port in ports:
-        split += SPLIT_PORTS.get(port, (port,))
-    return tuple(split)
 
 
 def _generator_width(weights: int, is_expanded: bool, round64: bool) -> int:

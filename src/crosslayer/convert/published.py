@@ -19,13 +19,7 @@ from ..spec import is_same_connection
 from ..validation import check_choice, did_you_mean, dtype_name, parse_dtype
 from . import muddformer, muddpythia
 from .layout import IDLE_TENSORS, ConfigDict, anchor_shapes, complete_config
-from .rows import (
-    check_names,
-    check_shapes,
-    convert_tensors,
-    read_shapes,
-    reverse_rows,
-)
+from .rows import check_names, check_shapes, convert_tensors, read_shapes, reverse_rows
 
 _LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
 _LAYOUT_OF_HOST = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}

@@ -38,8 +38,6 @@ class TokenWindows(Dataset[Tensor]):
         return len(self.tokens) // (self.context + 1)
 
     def __getitem__(self, index: int) -> Tensor:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
         return self.tokens.window(index * (self.context + 1), self.context + 1)
 
 
@@ -79,7 +77,7 @@ class Corpus:
     def entropy(self) -> dict[str, float]:
         """Order-0 entropy of each validation set's tokens, in bits a byte of its text."""
         ratios = self.bytes_per_token
-        return {name: w.tokens.entropy / ratios[name] for name, w in self.valid.items()}
+        return {name: w.tokens.entropy_per_token / ratios[name] for name, w in self.valid.items()}
 
 
 def load_corpus(

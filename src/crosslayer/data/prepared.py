@@ -5,7 +5,6 @@ row for each document and its ids in the column "tokens". Beside them are the to
 there is one, and corpus.json with the source, the tokenizer and the sizes.
 """
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import error_in_one_line
-from ..files import new_folder, read_json
+from ..files import new_folder, read_json, write_json
 from ..validation import check_counts, check_non_negative, check_positive
 from .sources import (
     CORPUS_FILE,
@@ -189,7 +188,7 @@ def _write_description(
         "sets": {name: sizes._asdict() for name, sizes in counts.items()},
         "digests": {name: stream.digest for name, stream in streams.items()},
     }
-    (folder / CORPUS_FILE).write_text(json.dumps(description, indent=1), "utf8")
+    write_json(folder / CORPUS_FILE, description)
 
 
 def _open_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:

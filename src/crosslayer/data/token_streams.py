@@ -80,7 +80,7 @@ class TokenStream:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def entropy(self) -> float:
+    def entropy_per_token(self) -> float:
         """Order-0 entropy in bits a token: the loss of a model that knows only the frequencies."""
         counts = torch.zeros(self.vocab, dtype=torch.float64)
         for piece in self._pieces():

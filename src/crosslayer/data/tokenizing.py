@@ -158,7 +158,7 @@ def split_at(ids: np.ndarray, separator: int) -> Iterator[np.ndarray]:
         start = end + 1
 
 
-def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
+def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = lambda: ()) -> Tokenizer:
     """A tokenizer by name.
 
     Documents are separated by byte 0, by <|endoftext|> in a BPE, and otherwise by the eos_token
@@ -168,7 +168,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
     Args:
         name: "bytes"; "bpe:4096", a byte-level BPE trained on `texts`; a path to a tokenizer.json
             or its folder; or a name on the Hub like openai-community/gpt2.
-        texts: returns the texts that a BPE is trained on.
+        texts: returns the texts that a BPE is trained on; none by default.
 
     Raises:
         ValueError: no such tokenizer, or texts too few for the vocabulary.
@@ -258,7 +258,8 @@ def _is_of_bytes(definition: str) -> bool:
     """Whether the content of a tokenizer.json is `byte_tokenizer_json`'s, as of a model trained on
     bytes.
     """
-    given, expected = (json.loads(text) for text in (definition, byte_tokenizer_json()))
+    given = json.loads(definition)
+    expected = json.loads(byte_tokenizer_json())
     # transformers adds a post-processor, which is for special tokens
     return bool({**given, "post_processor": None} == {**expected, "post_processor": None})
 

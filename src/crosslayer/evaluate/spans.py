@@ -7,14 +7,13 @@ scored in pieces of half the context.
 """
 
 import gzip
-import math
-import statistics
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import parse_json
+from ..intervals import estimate_mean
 from ..validation import has_surrogate
 from .language_models import check_context, encode_without_end, find_first_token
 from .windows import ScoredWindow, exp_or_inf, log_likelihoods, split_window
@@ -92,17 +91,15 @@ def span_perplexity(
     if not losses:
         raise ValueError("the spans have no token to score")
     tokens = sum(len(window.target) for window in windows)
-    stderr = None
-    if len(losses) > 1:
-        stderr = statistics.stdev(losses) / math.sqrt(len(losses))
+    by_span = estimate_mean(losses)
     return SpanPerplexity(
         spans=len(losses),
         tokens=tokens,
         truncated=sum(len(seen) + len(target) > context + 1 for seen, target in encoded),
         loss=nats / tokens,
         perplexity=exp_or_inf(nats / tokens),
-        loss_by_span=statistics.fmean(losses),
-        loss_by_span_stderr=stderr,
+        loss_by_span=by_span.mean,
+        loss_by_span_stderr=by_span.error if len(losses) > 1 else None,
     )
 
 

@@ -13,12 +13,7 @@ from ..recompute import map_pending_write
 from .adapters import register_with_imported_peft
 from .arguments import join_arguments, parameter_names
 from .families import ModelWiring
-from .hidden_states import (
-    HiddenStateRecorder,
-    TravellingState,
-    replace_captured,
-    replace_recorded,
-)
+from .hidden_states import HiddenStateRecorder, TravellingState, replace_captured, replace_recorded
 from .host_norms import OwnedNorm
 from .layers import ConnectedLayer, ReadoutNorm, make_readout
 from .output_weights import scale_output_weights

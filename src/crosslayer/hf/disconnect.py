@@ -18,12 +18,7 @@ from .attach import (
     set_config_keys,
 )
 from .host_norms import OwnedNorm
-from .qkv import (
-    FusedProjection,
-    SplitInputAttention,
-    merge_fused_projection,
-    select_port,
-)
+from .qkv import FusedProjection, SplitInputAttention, merge_fused_projection, select_port
 from .sharding import forget_parameters_apart
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from ..class_swap import original_class
 from .arguments import LayerArgument, LayerSwitch
 from .function_calls import FunctionMode
-from .shadow import (
-    FIRST_TRIAL,
-    OtherOutput,
-    Trial,
-    make_backbone_shadow,
-    make_layer_shadow,
-)
+from .shadow import FIRST_TRIAL, OtherOutput, Trial, make_backbone_shadow, make_layer_shadow
 
 
 class ChangedStreamError(ValueError):

@@ -17,12 +17,7 @@ from .findings import MapFindings, find_map_findings
 from .mixing_summary import MixingAnalysis, SiteMixing
 from .observation import Analysis, ModelInputs, observe_model
 from .scales import ScaleAnalysis, SiteScales, find_alarms
-from .similarity import (
-    CosineAnalysis,
-    CosineSimilarity,
-    DepthDistances,
-    DistanceAnalysis,
-)
+from .similarity import CosineAnalysis, CosineSimilarity, DepthDistances, DistanceAnalysis
 from .unfolding import UnfoldedMap, UnfoldingAnalysis
 
 AnalysisT = TypeVar("AnalysisT", bound=Analysis)

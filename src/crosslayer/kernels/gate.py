@@ -43,13 +43,7 @@ from .fused_norm import (
     weight_and_bias,
 )
 from .library_op import LibraryOp
-from .row_sums import (
-    pick_number,
-    repeat_conversion,
-    sum_in_thread,
-    sum_partial_sums,
-    sum_rows,
-)
+from .row_sums import pick_number, repeat_conversion, sum_in_thread, sum_partial_sums, sum_rows
 from .sources import load_numbers, load_rows
 
 

@@ -104,7 +104,8 @@ class _GatePool(Function):
             return definition_gradients(_GatePool.definition, inputs, dh, dq, *dgated)
         a = torch.stack([row_dot(dh, s) for s in gated], -1)
         dz_pool = p * (a - (p * a).sum(-1, keepdim=True))
-        dz = torch.stack([dz_pool, dq][: len(Q)], -2)
+        # without a gate that follows, Q is the pool's query alone
+        dz = dz_pool[..., None, :] if len(Q) == 1 else torch.stack([dz_pool, dq], -2)
         dS = []
         dbeta = []
         dQ = torch.zeros_like(Q)

@@ -133,4 +133,6 @@ def add_weighted_sum(start: Tensor | None, X: Sequence[Tensor], w: Tensor) -> Te
         out = torch.addcmul(start, w[..., 0, None], X[0])
     for l in range(1, len(X)):
         out.addcmul_(w[..., l, None], X[l])
-    return out.add_(start) if start is not None and starts_large else out
+    if start is not None and starts_large:
+        out.add_(start)
+    return out

@@ -10,12 +10,7 @@ from torch.autograd import Function
 from ..norms import rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
-from .products import (
-    mix_streams,
-    project_back,
-    project_manual_grad,
-    row_dots,
-)
+from .products import mix_streams, project_back, project_manual_grad, row_dots
 from .streams import depth_connection
 
 

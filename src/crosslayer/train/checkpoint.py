@@ -27,13 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ..errors import is_out_of_memory
 from ..files import UNFINISHED_SUFFIX, atomic_replace, read_json, write_json
-from ..run_folders import (
-    CHECKPOINT_INDEX,
-    DATA_DIGEST,
-    RUN_FILE,
-    checkpoint_name,
-    step_of_name,
-)
+from ..run_folders import CHECKPOINT_INDEX, DATA_DIGEST, RUN_FILE, checkpoint_name, step_of_name
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 from .identity import PLACES_OF_DATA, first_difference
 from .parallel import run_on_rank_zero

@@ -8,13 +8,7 @@ from typing import Any
 from ..files import write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
 from ..intervals import average_curves
-from ..number_texts import (
-    NOT_KNOWN,
-    format_interval,
-    format_loss,
-    format_mean_std,
-    markdown_table,
-)
+from ..number_texts import NOT_KNOWN, format_interval, format_loss, format_mean_std, markdown_table
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, report_notes

@@ -14,12 +14,7 @@ from .method_code import code_digest
 from .optimizers import warmup_steps
 from .rate_search import best_factor, is_limit, names_at_rates, next_factor
 from .recipe import Arm
-from .results_table import (
-    TableRow,
-    differing_execution,
-    find_baseline_arms,
-    result_table,
-)
+from .results_table import TableRow, differing_execution, find_baseline_arms, result_table
 from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Settings
 

@@ -38,12 +38,7 @@ from .identity import run_identity
 from .method_code import code_digest
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import let_ddp_skip_parameters, prepare_model
-from .profiling import (
-    measure_forward,
-    model_flops_utilization,
-    peak_memory,
-    reset_peak_memory,
-)
+from .profiling import measure_forward, model_flops_utilization, peak_memory, reset_peak_memory
 from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
 from .settings import EXECUTION_OPTIONS, Settings

@@ -12,13 +12,7 @@ import numpy
 from ...number_texts import format_size
 from ...plotting import STYLES
 from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
-from ..run_groups import (
-    RunGroup,
-    describe_depth,
-    find_baseline_group,
-    has_experts,
-    split_by_series,
-)
+from ..run_groups import RunGroup, describe_depth, find_baseline_group, has_experts, split_by_series
 from ..training_summary import (
     GroupedRuns,
     ScalingSeries,

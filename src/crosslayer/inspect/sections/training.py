@@ -15,12 +15,7 @@ from ..figures_training import (
     focus_on_end,
     mark_level,
 )
-from ..run_groups import (
-    RunGroup,
-    join_titles,
-    split_by_backbone,
-    split_by_shape,
-)
+from ..run_groups import RunGroup, join_titles, split_by_backbone, split_by_shape
 from ..runs import TrainingRun
 from ..training import CurvePoints, find_spikes, loss_at_cost
 from ..training_summary import (
