@@ -20,7 +20,7 @@ def restore_class(module: Any) -> None:
     module.__class__ = type(module).original
 
 
-def original_class(module: Any) -> type:
+def original_class(module: Any) -> type[Any]:
     """The class of `module` before `swap_class`, or its class where it was never swapped."""
     return vars(type(module)).get("original", type(module))
 

@@ -80,8 +80,7 @@ def norm_spec_of(norm: Any) -> NormSpec | None:
     host = resolve_host_norm(norm)
     if _has_hooks(norm) or _has_hooks(host):
         return None
-    host_class: Any = original_class(host)
-    eps_name, centred = _FUSABLE_NORMS.get(host_class.forward, ("", False))
+    eps_name, centred = _FUSABLE_NORMS.get(original_class(host).forward, ("", False))
     if _is_transformers_rms_norm(host):
         eps_name = "variance_epsilon"
     weight = getattr(host, "weight", None)

@@ -242,6 +242,13 @@ def test_nothing_is_written_of_another_model(spec, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_is_written_of_a_model_with_a_sliding_window(checkpoint, tmp_path):
+    model = load_published(checkpoint(CASE))
+    model.config.use_sliding_window = True
+    with pytest.raises(ValueError, match="cannot represent use_sliding_window=True"):
+        save_published(model, tmp_path / "out")
+
+
 def test_nothing_is_written_of_another_rope(checkpoint, tmp_path):
     model = load_published(checkpoint(CASE))
     model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}

@@ -391,7 +391,7 @@ def test_corrupt_image_in_a_worker_is_one_clear_line(tmp_path, capsys):
     ("family", "config", "options", "message"),
     [
         ("vit", {"image_size": 16, "patch_size": 7}, {}, "image_size must be a multiple of patch"),
-        ("vit", {"hidden_act": "foo"}, {}, "no vit can be built of this config: KeyError 'foo'"),
+        ("vit", {"hidden_act": "foo"}, {}, "no vit can be built of this config: KeyError: 'foo'"),
         ("vit", {}, {"mixup": 0.2}, r"unknown task option 'mixup' \(did you mean 'mixup_alpha'"),
         ("vit", {}, {"pooling": "max"}, "pooling must be one of 'class token', 'mean', got 'max'"),
         (

@@ -391,6 +391,16 @@ class TwoWayBlock(Block):
         return x + self.mlp(self.ln_2(x))
 
 
+class ByTurnsBlock(Block):
+    """One module unpacked into two names, then into three."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.attn(self.ln_1(x))
+        x = x + y
+        y, _, _ = self.attn(self.ln_2(x))
+        return x + y
+
+
 def test_a_module_of_two_names():
     plain = model_of(RenamedBlock)
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
@@ -419,6 +429,7 @@ def test_functions_that_know_modules():
         (DeviceBlock, "it gives attn an argument that it makes itself, doubled=device"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
         (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),
+        (ByTurnsBlock, r"does more than to call its modules \(ValueError: .*values to unpack"),
     ],
 )
 def test_blocks_that_are_refused_by_name(block, message):

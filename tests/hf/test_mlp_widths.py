@@ -31,6 +31,11 @@ def test_growing_widths(layers, width):
         assert widths[-1] == pytest.approx(1.5 * width, abs=64)
 
 
+def test_widths_whose_sum_no_rounding_keeps():
+    """Of 31.5, 63 and 94.5: halves are rounded up."""
+    assert growing_widths(3, 63) == [32, 63, 95]
+
+
 def test_new_projections_are_initialised_as_the_hosts():
     """With the standard deviation of the config and biases of 0, not as torch's `nn.Linear`."""
     sizes = {"intermediate_size": 128, "initializer_range": 0.5}

@@ -24,28 +24,27 @@ from .rows import (
     check_names,
     convert_tensors,
     count_layers,
-    expand_rows,
     join_sites,
-    prefix_rows,
     reverse_rows,
+    rows_of_modules,
     short_spec,
     split_sites,
 )
 
 
 class _SiteNames(NamedTuple):
-    """Names of a site's tensors; {l} is the layer and {p} one of `_PARAMETERS`."""
+    """What the names of a site's tensors begin with; {l} is the layer."""
 
     attention: str
     mlp: str
     head: str
 
 
-NAMES = {
-    "released": _SiteNames("layers.{l}.hc_attn_{p}", "layers.{l}.hc_ffn_{p}", "hc_head_{p}"),
-    "transformers": _SiteNames("layers.{l}.attn_hc.{p}", "layers.{l}.ffn_hc.{p}", "hc_head.hc_{p}"),
+_NAMES = {
+    "released": _SiteNames("layers.{l}.hc_attn_", "layers.{l}.hc_ffn_", "hc_head_"),
+    "transformers": _SiteNames("layers.{l}.attn_hc.", "layers.{l}.ffn_hc.", "hc_head.hc_"),
 }
-_PARAMETERS = ("fn", "base", "scale")
+_ROWS = (TensorRow("fn", "fn"), TensorRow("base", "base"), TensorRow("scale", "scale"))
 _CONFIG_OPTIONS = {
     "hc_mult": "streams",
     "hc_sinkhorn_iters": "iterations",
@@ -91,7 +90,7 @@ def load_connections(
     n, fn_rows, has_head = _mhc_shape(spec)
     names, prefix = _find_names(tensors)
     if not has_head:
-        head_prefix = prefix + names.head.format(p="")
+        head_prefix = prefix + names.head
         if any(name.startswith(head_prefix) for name in tensors):
             raise ValueError(
                 f"these tensors have a head and {str(spec)!r} has none; DeepSeek-V4's spec is 'mhc'"
@@ -101,21 +100,19 @@ def load_connections(
     expected = {row.source for row in rows}
     given = {name: tensor for name, tensor in tensors.items() if name in expected}
     if has_head:
-        head_rows = rows[-len(_PARAMETERS) :]
+        head_rows = rows[-len(_ROWS) :]
         if not any(row.source in given for row in head_rows):
             raise ValueError(
                 f"these tensors have no head, which {str(spec)!r} needs; "
                 "DeepSeek-V4.1's spec is 'mhc(single_pass=True)'"
             )
     check_names(expected, given)
-    sublayer_rows = rows[: 2 * layers * len(_PARAMETERS)]
-    for row in sublayer_rows:
-        fn = given[row.source]
-        if not row.target.endswith(".fn"):
-            continue
+    fn_names = [row.source for row in rows if row.target.endswith(".fn")]
+    for name in fn_names[: 2 * layers]:  # the head's has another shape
+        fn = given[name]
         if fn.ndim != 2 or len(fn) != fn_rows or fn.shape[1] % n:
             raise ValueError(
-                f"{row.source!r} has the shape {tuple(fn.shape)}, "
+                f"{name!r} has the shape {tuple(fn.shape)}, "
                 f"expected ({fn_rows}, {n}·D) for {str(spec)!r}"
             )
     sites = split_sites(convert_tensors(rows, given), 2 * layers + 1)
@@ -139,22 +136,18 @@ def save_connections(
     """
     _, _, has_head = _mhc_shape(make(parameters.spec))
     layers = (len(parameters.sites) - 1) // 2
-    rows = _mhc_rows(check_choice("names", names, NAMES), layers, has_head, prefix)
+    rows = _mhc_rows(check_choice("names", names, _NAMES), layers, has_head, prefix)
     return convert_tensors(reverse_rows(rows), join_sites(parameters.sites))
 
 
 def _mhc_rows(names: _SiteNames, layers: int, has_head: bool, prefix: str) -> list[TensorRow]:
-    site_names = []
+    prefixes = []
     for l in range(layers):
         for name in (names.attention, names.mlp):
-            site_names.append(name.format(l=l, p="{p}"))
+            prefixes.append(prefix + name.format(l=l))
     if has_head:
-        site_names.append(names.head)
-    rows = []
-    for site, name in enumerate(site_names):
-        for p in _PARAMETERS:
-            rows += prefix_rows(expand_rows([TensorRow(name, p)], p=p), prefix, f"{site}.")
-    return rows
+        prefixes.append(prefix + names.head)
+    return rows_of_modules(_ROWS, prefixes)
 
 
 def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
@@ -174,8 +167,8 @@ def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
 def _find_names(tensors: Mapping[str, Tensor]) -> tuple[_SiteNames, str]:
     """The names that the tensors have, and the prefix before `layers`."""
     first_names = []
-    for names in NAMES.values():
-        first_name = names.attention.format(l=0, p="fn")
+    for names in _NAMES.values():
+        first_name = names.attention.format(l=0) + "fn"
         first_names.append(repr(first_name))
         for name in tensors:
             if name == first_name or name.endswith("." + first_name):

@@ -48,7 +48,7 @@ def _weight_to_gamma(weight: Tensor) -> TensorTuple:
 
 
 _GAMMA = TensorChange(_gamma_to_weight, _weight_to_gamma)
-ROWS = (
+_ROWS = (
     TensorRow("static_alpha", "static_alpha"),
     TensorRow("static_beta", "static_beta"),
     TensorRow("dynamic_alpha_fn", "dynamic_alpha_fn"),
@@ -95,7 +95,7 @@ def load_connections(
                 f"{prefix!r} has no static_beta: add_branch_out_to_residual=False has no "
                 "counterpart here"
             )
-    rows = rows_of_modules(ROWS, prefixes)
+    rows = rows_of_modules(_ROWS, prefixes)
     check_names([row.source for row in rows], of_modules)
     n = of_modules[prefixes[0] + "static_beta"].numel()
     _check_module_shapes(of_modules, prefixes, n)
@@ -122,7 +122,7 @@ def save_connections(
         )
     check_prefixes(prefixes, sublayers=len(parameters.sites) - 1)
     with torch.no_grad():
-        rows = reverse_rows(rows_of_modules(ROWS, prefixes))
+        rows = reverse_rows(rows_of_modules(_ROWS, prefixes))
         return convert_tensors(rows, join_sites(parameters.sites))
 
 

@@ -22,17 +22,17 @@ from .rows import (
     TensorRow,
     convert_tensors,
     count_layers,
-    expand_rows,
     join_sites,
     prefix_rows,
     reverse_rows,
+    rows_of_modules,
     short_spec,
     split_sites,
 )
 
 _POOL = (
-    TensorRow("{pool}_proj.weight", "query", DROP_FIRST_AXIS),
-    TensorRow("{pool}_norm.weight", "key_norm"),
+    TensorRow("_proj.weight", "query", DROP_FIRST_AXIS),
+    TensorRow("_norm.weight", "key_norm"),
 )
 _ATTENTION_POOL = "layers.{l}.self_attention_res"
 _MLP_POOL = "layers.{l}.mlp_res"
@@ -65,7 +65,7 @@ def load_connections(
     of_pools = {name: tensor for name, tensor in tensors.items() if name in names}
     sites = split_sites(convert_tensors(rows, of_pools), 2 * layers + 1)
     unused = {}
-    for row in expand_rows(_POOL, pool=_ATTENTION_POOL.format(l=0)):
+    for row in prefix_rows(_POOL, _ATTENTION_POOL.format(l=0), ""):
         if prefix + row.source in tensors:
             unused[row.source] = tensors[prefix + row.source]
     spec = short_spec("attnres", block_size=2 * attn_res_block_size, eps=rms_norm_eps)
@@ -95,8 +95,5 @@ def _pool_rows(layers: int, prefix: str) -> list[TensorRow]:
     for l in range(layers):
         pools += [_ATTENTION_POOL.format(l=l), _MLP_POOL.format(l=l)]
     pools.append(_READOUT_POOL)
-    rows = []
-    for site, pool in enumerate(pools):
-        if site > 0:  # The first site has one source and no parameters.
-            rows += prefix_rows(expand_rows(_POOL, pool=pool), prefix, f"{site}.")
-    return rows
+    rows = rows_of_modules(_POOL, [prefix + pool for pool in pools])
+    return rows[len(_POOL) :]  # The first site has one source and no parameters.

@@ -75,7 +75,7 @@ SHARED_DEFAULTS: ConfigDict = {
     "round64": False,
 }
 SHARED_FIXED: ConfigDict = {"dense_type": "qkvr", "dynamic_dense": True, "sepln": True}
-SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
+_SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The reference's config class replaces it by dim / n_head, whatever config.json says.
 _IGNORED = "head_dim"
@@ -110,7 +110,7 @@ def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> Config
         config["intermediate_size"] = layout.default_width(config["dim"])
     if config["n_local_heads"] == -1:
         config["n_local_heads"] = config["n_head"]
-    for name in (*SIZES, "n_local_heads"):
+    for name in (*_SIZES, "n_local_heads"):
         check_positive(**{f"config.json: {name}": config[name]})
     for name, value in layout.fixed.items():
         is_ignored = name in _DENSE_OPTIONS and not config["dense"]
@@ -183,7 +183,7 @@ def shared_host_config(config: ConfigDict) -> ConfigDict:
         "num_attention_heads": config["n_head"],
         "max_position_embeddings": config["block_size"],
         "tie_word_embeddings": False,
-        "crosslayer": str(connection_spec(config)),
+        "crosslayer": str(_connection_spec(config)),
         "crosslayer_widths": mlp_widths(config),
     }
     for name in _TOKEN_IDS:
@@ -217,7 +217,7 @@ def shared_published_config(config: PreTrainedConfig) -> ConfigDict:
     return published
 
 
-def connection_spec(config: ConfigDict) -> ConnectionSpec:
+def _connection_spec(config: ConfigDict) -> ConnectionSpec:
     """The connection of a completed config.json."""
     if not config["dense"]:
         return make("prenorm")

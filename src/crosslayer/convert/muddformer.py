@@ -20,33 +20,33 @@ from .layout import (
 )
 from .rows import TensorRow, prefix_rows
 
-MODEL = (
+_MODEL_ROWS = (
     TensorRow("tok_embeddings.weight", "model.embed_tokens.weight"),
     TensorRow("norm.weight", "model.norm.weight"),
     TensorRow("output.weight", "lm_head.weight"),
 )
-LAYER = (
+_LAYER_ROWS = (
     TensorRow("attention.wo.weight", "self_attn.o_proj.weight"),
     TensorRow("ffn_norm.weight", "post_attention_layernorm.weight"),
     TensorRow("feed_forward.w1.weight", "mlp.gate_proj.weight"),
     TensorRow("feed_forward.w3.weight", "mlp.up_proj.weight"),
     TensorRow("feed_forward.w2.weight", "mlp.down_proj.weight"),
 )
-SEPARATE_QKV = (
+_SEPARATE_QKV = (
     TensorRow("attention.wq.weight", "self_attn.q_proj.weight"),
     TensorRow("attention.wk.weight", "self_attn.k_proj.weight"),
     TensorRow("attention.wv.weight", "self_attn.v_proj.weight"),
 )
-FUSED_QKV = TensorRow(
+_FUSED_QKV = TensorRow(
     "attention.wqkv.weight",
     "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
 )
-QK_NORM = (
+_QK_NORM = (
     TensorRow("attention.q_norm.weight", "self_attn.q_norm.weight"),
     TensorRow("attention.k_norm.weight", "self_attn.k_norm.weight"),
 )
-ONE_NORM = (TensorRow("attention_norm.weight", "input_layernorm.weight"),)
-THREE_NORMS = (  # of q, k and v
+_ONE_NORM = (TensorRow("attention_norm.weight", "input_layernorm.weight"),)
+_THREE_NORMS = (  # of q, k and v
     TensorRow("attention_norms.0.weight", "input_layernorm.weight"),
     TensorRow("attention_norms.1.weight", "connections.0.norms.1.weight"),
     TensorRow("attention_norms.2.weight", "connections.0.norms.2.weight"),
@@ -63,7 +63,7 @@ def _host_config(config: ConfigDict) -> tuple[type[PreTrainedModel], ConfigDict]
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_base"]},
     }
     if config["use_qk_norm"]:
-        return Qwen3ForCausalLM, settings
+        return Qwen3ForCausalLM, settings | {"use_sliding_window": False}
     return LlamaForCausalLM, settings
 
 
@@ -71,17 +71,17 @@ def _tensor_rows(config: ConfigDict) -> list[TensorRow]:
     head_dim = config["dim"] // config["n_head"]
     q_size = config["n_head"] * head_dim
     kv_size = config["n_local_heads"] * head_dim
-    layer = list(LAYER)
+    layer = list(_LAYER_ROWS)
     if config["dense"]:
-        layer += SEPARATE_QKV
+        layer += _SEPARATE_QKV
     else:
-        layer.append(FUSED_QKV._replace(change=split_matrix_rows(q_size, kv_size, kv_size)))
+        layer.append(_FUSED_QKV._replace(change=split_matrix_rows(q_size, kv_size, kv_size)))
     if config["use_qk_norm"]:
-        layer += QK_NORM
-    rows = [*MODEL, *dense_rows(config, "model", "model.norm")]
+        layer += _QK_NORM
+    rows = [*_MODEL_ROWS, *dense_rows(config, "model", "model.norm")]
     for l in range(config["n_layer"]):
         has_three_norms = config["dense"] and l > 0  # block 0 reads the embedding alone
-        norms = THREE_NORMS if has_three_norms else ONE_NORM
+        norms = _THREE_NORMS if has_three_norms else _ONE_NORM
         rows += prefix_rows([*layer, *norms], f"layers.{l}.", f"model.layers.{l}.")
     return rows
 

@@ -23,29 +23,29 @@ from .layout import (
 )
 from .rows import TensorChange, TensorRow, TensorTuple, expand_rows, prefix_rows
 
-MODEL = (
+_MODEL_ROWS = (
     TensorRow("tok_embeddings.weight", "gpt_neox.embed_in.weight"),
     TensorRow("norm.weight", "gpt_neox.final_layer_norm.weight"),
     TensorRow("norm.bias", "gpt_neox.final_layer_norm.bias"),
     TensorRow("output.weight", "lm_head.weight"),
 )
 # {p} is weight and bias
-LAYER = (
+_LAYER_ROWS = (
     TensorRow("attention.wo.{p}", "attention.dense.{p}"),
     TensorRow("ffn_norm.{p}", "post_attention_layernorm.{p}"),
     TensorRow("feed_forward.w1.{p}", "mlp.dense_h_to_4h.{p}"),
     TensorRow("feed_forward.w2.{p}", "mlp.dense_4h_to_h.{p}"),
 )
-SEPARATE_QKV = TensorRow(
+_SEPARATE_QKV = TensorRow(
     "attention.wq.{p} attention.wk.{p} attention.wv.{p}", "attention.query_key_value.{p}"
 )
-FUSED_QKV = TensorRow("attention.wqkv.{p}", "attention.query_key_value.{p}")
-QK_NORM = (
+_FUSED_QKV = TensorRow("attention.wqkv.{p}", "attention.query_key_value.{p}")
+_QK_NORM = (
     TensorRow("attention.q_norm.weight", "attention.query_key_value.q_norm.weight"),
     TensorRow("attention.k_norm.weight", "attention.query_key_value.k_norm.weight"),
 )
-ONE_NORM = (TensorRow("attention_norm.{p}", "input_layernorm.{p}"),)
-THREE_NORMS = (  # of q, k and v
+_ONE_NORM = (TensorRow("attention_norm.{p}", "input_layernorm.{p}"),)
+_THREE_NORMS = (  # of q, k and v
     TensorRow("attention_norms.0.{p}", "input_layernorm.{p}"),
     TensorRow("attention_norms.1.{p}", "connections.0.norms.1.{p}"),
     TensorRow("attention_norms.2.{p}", "connections.0.norms.2.{p}"),
@@ -108,18 +108,18 @@ def _host_config(config: ConfigDict) -> tuple[type[PreTrainedModel], ConfigDict]
 def _tensor_rows(config: ConfigDict) -> list[TensorRow]:
     heads = config["n_head"]
     if config["dense"]:
-        qkv = SEPARATE_QKV._replace(change=_interleave_heads(heads))
+        qkv = _SEPARATE_QKV._replace(change=_interleave_heads(heads))
     else:
-        qkv = FUSED_QKV._replace(change=_interleave_fused_heads(heads))
-    rows = [*MODEL, *dense_rows(config, "gpt_neox", "gpt_neox.final_layer_norm")]
+        qkv = _FUSED_QKV._replace(change=_interleave_fused_heads(heads))
+    rows = [*_MODEL_ROWS, *dense_rows(config, "gpt_neox", "gpt_neox.final_layer_norm")]
     for l in range(config["n_layer"]):
         has_three_norms = config["dense"] and l > 0  # block 0 reads the embedding alone
-        norms = THREE_NORMS if has_three_norms else ONE_NORM
+        norms = _THREE_NORMS if has_three_norms else _ONE_NORM
         layer = []
         for p in ("weight", "bias"):
-            layer += expand_rows((*LAYER, qkv, *norms), p=p)
+            layer += expand_rows((*_LAYER_ROWS, qkv, *norms), p=p)
         if config["use_qk_norm"]:
-            layer += QK_NORM
+            layer += _QK_NORM
         rows += prefix_rows(layer, f"layers.{l}.", f"gpt_neox.layers.{l}.")
     return rows
 

@@ -182,7 +182,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
     Raises:
         ValueError: there is no folder at `source`.
     """
-    path = find_folder(source, _TOKENIZER_FILES, "folder")
+    path = find_folder(source, _TOKENIZER_FILES)
     for name in (*_TOKENIZER_FILES, *_CHAT_TEMPLATE_FILES):
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)

@@ -28,6 +28,12 @@ def register_with_imported_peft() -> None:
         _register_with_peft()
 
 
+_OTHER_CONNECTIONS = (
+    "the adapter was trained together with connections that this model does not have: connect the "
+    "model as it was in the adapter's training, then load the adapter"
+)
+
+
 def refuse_to_drop_connections(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `save` so that it raises a ValueError where trained connections would be lost."""
 
@@ -52,16 +58,12 @@ def _refuse_other_connections(load: Callable[..., Any]) -> Callable[..., Any]:
     def refusing_load(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             result = load(self, *args, **kwargs)
-            unexpected = list(result.unexpected_keys)
-        except (KeyError, RuntimeError) as error:  # parameters of another connection
-            unexpected = [str(error)]
-            if not is_connection_key(unexpected[0]):
-                raise
-        if any(map(is_connection_key, unexpected)):
-            raise ValueError(
-                "the adapter was trained together with connections that this model does not have: "
-                "connect the model as it was in the adapter's training, then load the adapter"
-            )
+        except (KeyError, RuntimeError) as error:
+            if is_connection_key(str(error)):  # parameters of another connection
+                raise ValueError(_OTHER_CONNECTIONS) from error
+            raise
+        if any(map(is_connection_key, result.unexpected_keys)):
+            raise ValueError(_OTHER_CONNECTIONS)
         return result
 
     return refusing_load

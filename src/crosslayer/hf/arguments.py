@@ -133,8 +133,7 @@ def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
 
 def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a module's forward by name, self among them."""
-    host: Any = original_class(module)
-    return inspect.signature(host.forward).parameters
+    return inspect.signature(original_class(module).forward).parameters
 
 
 def residual_argument(module: nn.Module) -> str:
@@ -144,10 +143,9 @@ def residual_argument(module: nn.Module) -> str:
 
 def takes_from_rest(layer: nn.Module) -> bool:
     """Whether a layer's own code does anything with its **kwargs but pass all of them on."""
-    host: Any = original_class(layer)
     parameters = forward_parameters(layer).values()
     names = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-    definition = function_definition(host.forward) if names else None
+    definition = function_definition(original_class(layer).forward) if names else None
     if definition is None:
         return False
     passed_on = {
@@ -200,8 +198,7 @@ def join_arguments(
 
 def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by their names in the module's forward, the first one first."""
-    host: Any = original_class(module)
-    signature = inspect.signature(host.forward)
+    signature = inspect.signature(original_class(module).forward)
     named: dict[str, Any] = {}
     # What a layer passes on as **kwargs, its module may take by name, without any **kwargs.
     rest = {name: value for name, value in kwargs.items() if name == REST_OF_ARGUMENTS}

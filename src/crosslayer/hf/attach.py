@@ -40,7 +40,7 @@ def attach_connections(
     final = None if wiring.final is None else backbone.get_submodule(wiring.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
-    check_not_dispatched(backbone, *layers, *([] if final is None else [final]))
+    check_not_dispatched(backbone, wiring)
     *sites, readout_site = plan_layers([ports_of_sites(layer) for layer in wiring.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
@@ -181,11 +181,15 @@ def set_config_keys(model: Any, **keys: Any) -> None:
             setattr(model.config, key, value)
 
 
-def check_not_dispatched(*modules: nn.Module) -> None:
-    """Raise a ValueError if the `forward` of a module was replaced, as accelerate's dispatch does.
+def check_not_dispatched(backbone: Any, wiring: ModelWiring) -> None:
+    """Raise a ValueError if the `forward` of a backbone, of a layer or of the final norm was
+    replaced, as accelerate's dispatch does.
 
     The replacement would hide the `forward` of the swapped class.
     """
+    modules = [backbone, *wiring.find_layers(backbone)]
+    if wiring.final is not None:
+        modules.append(backbone.get_submodule(wiring.final))
     for module in modules:
         if "forward" in vars(module):
             raise ValueError(

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from ..errors import error_with_class
 from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
 from .attach import find_backbone
 
@@ -143,7 +144,7 @@ def _build_config(
         if hasattr(plain, "attention_multiplier") and hasattr(plain, "embedding_multiplier"):
             keys = _granite_factors(plain, keys) | keys
         config = AutoConfig.for_model(**keys)
-    check_sizes(config)
+    check_model_sizes(config)
     _check_heads(config)
     if hasattr(plain, "is_decoder") and "is_decoder" not in overrides:
         config.is_decoder = True  # BERT and its like attend to both sides otherwise.
@@ -217,7 +218,7 @@ def make_language_model(config: Any, **options: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def check_sizes(config: Any) -> None:
+def check_model_sizes(config: Any) -> None:
     """Raise a ValueError for a config of which no model can be built in any time or memory."""
     bounds = {
         "num_hidden_layers": MAX_LAYERS,
@@ -271,5 +272,4 @@ def host_refusals(problem: str) -> Iterator[None]:
     except (ImportError, OSError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{problem}: {type(error).__name__} {reason}") from error
+        raise ValueError(f"{problem}: {error_with_class(error)}") from error

@@ -54,7 +54,7 @@ def connect(
         spec: a string like "mudd(dilation=2)", or what `make` returns.
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
-            changes by at most half a percent.
+            changes by at most half a percent, or by rounding to whole numbers.
         verify: check first that the layers were recognised correctly. One layer of each kind is
             connected with the residual connection that it has already, and must compute the same
             as before. This takes milliseconds for a model of any size, as it uses no weights.

@@ -63,9 +63,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         )
     backbone, wiring = find_backbone(model)
     _check_plain_model_exists(model, backbone)
-    layers = wiring.find_layers(backbone)
-    finals = [] if wiring.final is None else [backbone.get_submodule(wiring.final)]
-    check_not_dispatched(backbone, *layers, *finals)
+    check_not_dispatched(backbone, wiring)
     like = next(backbone.parameters())
     if like.is_meta:
         raise ValueError("the model has no weights yet; load them first")

@@ -77,9 +77,9 @@ class ModuleCall(NamedTuple):
 
     module: str
     arguments: ArgumentSources
-    preset_arguments: tuple[tuple[str, Any], ...] = ()
-    by_position: tuple[str, ...] = ()
-    input_name: str = ""
+    preset_arguments: tuple[tuple[str, Any], ...]
+    by_position: tuple[str, ...]
+    input_name: str
 
     def __repr__(self) -> str:
         return f"{self.module}(…)"
@@ -181,7 +181,7 @@ class LayerWiring(NamedTuple):
     @property
     def opened_modules(self) -> set[str]:
         """The paths of modules whose modules a connected layer calls, so not they themselves."""
-        return {outer for sublayer in self.sublayers for outer in paths_around(sublayer.module)}
+        return {outer for path in self.modules for outer in paths_around(path)}
 
     @property
     def sublayers(self) -> list[Sublayer]:
@@ -278,7 +278,7 @@ def qkv_per_head(config: Any) -> FusedQKV:
     return FusedQKV(config.num_attention_heads, (size, size, size))
 
 
-def qkv_concatenated(config: Any) -> FusedQKV:
+def _qkv_concatenated(config: Any) -> FusedQKV:
     """Outputs in the order (q | k | v, head, channel)."""
     head_dim = getattr(config, "head_dim", None)
     if not head_dim:
@@ -312,8 +312,8 @@ def _torchtitan_qkv(projections: Any) -> FusedQKV:
 # Projections to q, k and v together, by the class of the module that has them, and their name in
 # it: the order of the outputs, given that module.
 FUSED_PROJECTIONS: dict[str, Callable[[Any], FusedQKV]] = {
-    "GPT2Attention.c_attn": lambda attention: qkv_concatenated(attention.config),
-    "Phi3Attention.qkv_proj": lambda attention: qkv_concatenated(attention.config),
+    "GPT2Attention.c_attn": lambda attention: _qkv_concatenated(attention.config),
+    "Phi3Attention.qkv_proj": lambda attention: _qkv_concatenated(attention.config),
     "GPTNeoXAttention.query_key_value": lambda attention: qkv_per_head(attention.config),
     "Attention.qkv": _timm_qkv,
     "CausalSelfAttention.c_attn": _nanogpt_qkv,
@@ -323,7 +323,7 @@ FUSED_PROJECTIONS: dict[str, Callable[[Any], FusedQKV]] = {
 OWN_PROJECTIONS = frozenset(FUSED_PROJECTIONS)  # the others are of users
 
 
-def adaln_zero(
+def _adaln_zero(
     layer: Any, dtype: torch.dtype, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Modulation]]:
     """adaLN-Zero (DiT, arXiv 2212.09748): three vectors a sub-layer from timestep and class."""
@@ -342,6 +342,6 @@ FAMILIES: dict[str, Family] = {
         layers="transformer_blocks",
         final="norm_out",
         width="inner_dim",
-        condition=adaln_zero,
+        condition=_adaln_zero,
     ),
 }

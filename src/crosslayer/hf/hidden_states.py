@@ -217,9 +217,10 @@ def replace_captured(backbone: Any, outputs: Any, recorder: HiddenStateRecorder)
     captured = (_active_collector.get() or {}).get("hidden_states")
     if not captured:
         return
-    # The list may be of another part's layers. It has a None for each state that is not selected.
-    last = tree_leaves(getattr(recorder, "last", None))
-    if recorder.layers == 0 or captured[-1] is None or captured[-1] is last[0]:
+    # The list may be of another part's layers. transformers puts a None for each hidden state whose
+    # number the caller did not ask for.
+    is_of_these_layers = recorder.layers > 0 and captured[-1] is tree_leaves(recorder.last)[0]
+    if recorder.layers == 0 or captured[-1] is None or is_of_these_layers:
         captured[:] = replace_recorded(backbone, captured, outputs, recorder)
 
 

@@ -18,10 +18,10 @@ from ..partitioned import gathered_parameters
 from .families import FunctionCall
 
 
-def find_attribute(owner: Any, path: str | None) -> Any:
+def find_attribute(owner: Any, path: str) -> Any:
     """The module or parameter at a path, "a.b", through adapters, which pass on attributes.
 
-    The owner itself where there is no path.
+    The owner itself where the path is empty.
     """
     return attrgetter(path)(owner) if path else owner
 

@@ -53,7 +53,7 @@ def _add_qk_norm(projection: Any, config: Any) -> None:
         for name in ("q_norm", "k_norm"):
             norm = LlamaRMSNorm(head_width, config.layer_norm_eps)
             setattr(projection, name, norm.to(projection.weight.dtype))
-    # A swapped class cannot be swapped again; _NormedProjection is a FusedProjection itself.
+    # A class that is swapped twice could not be pickled. _NormedProjection is a FusedProjection.
     if isinstance(projection, FusedProjection):
         restore_class(projection)
     projection.fused = qkv_per_head(config)

@@ -50,7 +50,7 @@ _NO_ENCODER = (
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 
 
-def recognise_layer(layer: nn.Module, width: int, attends_encoder: bool = False) -> LayerWiring:
+def recognise_layer(layer: nn.Module, width: int, attends_encoder: bool) -> LayerWiring:
     """The sub-layers of a layer.
 
     Where the layer cannot be read, it is read once more with the modules that contain norms of the
@@ -279,19 +279,24 @@ def _check_used_once(layer: nn.Module, trace: LayerTrace, chain: list[int], used
     used.update(chain)
 
 
-def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: float) -> Sublayer:
-    calls = [trace.call_of(vector) for vector in chain]
-    heavy = [call.path != "" and has_matrix(find_attribute(layer, call.path)) for call in calls]
-    if True not in heavy or heavy.index(True) > 1:
+def _find_module_call(layer: nn.Module, calls: list[TracedCall]) -> int:
+    """The number of the call that is the sub-layer's module: 1 after a norm, else 0."""
+    is_heavy = [call.path != "" and has_matrix(find_attribute(layer, call.path)) for call in calls]
+    if not any(is_heavy[:2]):
         names = ", ".join(call.title for call in calls)
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
-    main = heavy.index(True)
-    if (
-        main == 0
-        and heavy[1:2] == [True]
-        and is_named_norm(calls[0].path, layer.get_submodule(calls[0].path))
-    ):
-        main = 1  # a norm with matrices, such as A.X K2's, which has a gate
+    if not is_heavy[0]:
+        return 1
+    # A norm may have matrices, such as A.X K2's, which has a gate.
+    path = calls[0].path
+    is_norm_with_matrices = is_named_norm(path, layer.get_submodule(path))
+    return 1 if is_norm_with_matrices and any(is_heavy[1:2]) else 0
+
+
+def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: float) -> Sublayer:
+    """The sub-layer of a chain of calls. scale: the factor of what joins the stream."""
+    calls = [trace.call_of(vector) for vector in chain]
+    main = _find_module_call(layer, calls)
     norm = _norm_before(layer, calls[0], calls[1]) if main else None
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
     input_scale = factors.pop(0) if main else 1.0
@@ -358,6 +363,7 @@ def _sources(layer: nn.Module, call: TracedCall) -> ArgumentSources:
     of_layer = argument_parameters(layer)
     module = layer.get_submodule(call.path)
     of_module = argument_parameters(module)
+    own_names = of_layer.keys() - second_streams(layer)
     constants = constant_arguments(module, call.arguments)
     sources: list[tuple[str, str | ExtraOutput]] = []
     if residual := residual_argument(module):
@@ -376,7 +382,7 @@ def _sources(layer: nn.Module, call: TracedCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif isinstance(value, OtherOutput) and not name.endswith("]"):
             sources.append((name, value.output))
-        elif name in set(of_layer) - set(second_streams(layer)) and value is of_layer[name].default:
+        elif name in own_names and value is of_layer[name].default:
             # Its code may pass on what it was given, of one type alone.
             sources.append((name, name))
         elif name in constants and (name.endswith("]") or not is_constant(value)):
@@ -396,7 +402,8 @@ def _preset_arguments(
     module = layer.get_submodule(call.path)
     of_module = argument_parameters(module)
     constants = constant_arguments(module, call.arguments)
-    preset = [(name, constants[name]) for name in constants if name not in dict(sources)]
+    given = dict(sources)
+    preset = [(name, value) for name, value in constants.items() if name not in given]
     for name, source in sources:
         default = of_layer[source].default if source in of_layer else inspect.Parameter.empty
         is_own = name in of_module and of_module[name].default is default

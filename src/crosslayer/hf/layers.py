@@ -288,16 +288,17 @@ def _inputs_of_sublayers(
     connection: Connection[Any], sublayers: Iterable[Sublayer], inputs: Sequence[Tensor]
 ) -> list[tuple[Sublayer, Any]]:
     """Each sub-layer of a site with its input, or with its inputs of q, k and v together."""
-    pairs = []
+    pairs: list[tuple[Sublayer, Any]] = []
     first = 0  # of the sub-layer's ports
     for sublayer in sublayers:
         split = SPLIT_PORTS.get(sublayer.port, ())
-        x: Any = inputs[first]
-        if split and connection.ports[first : first + len(split)] == split:
-            x = QKVInputs(inputs[first : first + len(split)])
-            first += len(split) - 1
-        first += 1
-        pairs.append((sublayer, x))
+        end = first + len(split)
+        if split and connection.ports[first:end] == split:
+            pairs.append((sublayer, QKVInputs(inputs[first:end])))
+            first = end
+        else:
+            pairs.append((sublayer, inputs[first]))
+            first += 1
     return pairs
 
 

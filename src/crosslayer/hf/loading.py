@@ -23,7 +23,7 @@ from ..files import read_json
 from ..hub import check_model_source, download_files
 from ..run_folders import CONFIG_FILE
 from ..validation import check_option_type, did_you_mean
-from .config import check_sizes
+from .config import check_model_sizes
 from .families import FAMILIES
 from .registration import (
     MODEL_TYPE_PREFIX,
@@ -162,7 +162,7 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
     except Exception as error:  # transformers raises classes of every kind
         raise ValueError(f"{folder / CONFIG_FILE}: {_describe_loading_error(error)}") from error
     try:
-        check_sizes(config)
+        check_model_sizes(config)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
     for key in ("auto_map", "transformers_weights"):
@@ -278,9 +278,7 @@ def _check_loading_info(model: nn.Module, info: dict[str, Any], folder: Path) ->
     A plain model's folder may have parts that the model does not have, like a vision tower.
     """
     # A key of another size comes with both sizes.
-    mismatched = [
-        key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ())
-    ]
+    mismatched = [key for key, *_ in info.get("mismatched_keys", ())]
     unexpected = list(info.get("unexpected_keys", ()))
     if not any(isinstance(module, Connection) for module in model.modules()):
         of_connections = [key for key in unexpected if is_connection_key(key)]

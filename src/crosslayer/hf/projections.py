@@ -55,7 +55,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
         port = "latent_attn" if qkv[:2] in _LATENT else "attn"
     elif _takes_three_inputs(module, sublayer):
         port = "attn"
-    children = dict(module.named_modules())
+    children = dict(module.named_children())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
     steps = [find_attribute(layer, path) for path in sublayer.paths_after]
@@ -74,8 +74,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
 
 def _takes_three_inputs(module: nn.Module, sublayer: Sublayer) -> bool:
     """Whether it is torch's own attention, and gets one input as its query, key and value."""
-    host_class: Any = original_class(module)
-    is_torch_attention = host_class.forward is nn.MultiheadAttention.forward
+    is_torch_attention = original_class(module).forward is nn.MultiheadAttention.forward
     keys = {("key", SAME_INPUT), ("value", SAME_INPUT)}
     return is_torch_attention and keys <= set(sublayer.arguments or ())
 
@@ -96,13 +95,14 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
         Their names, and the order of the outputs where one of them is all three. No names where the
         attention does more with its input than to project it.
     """
-    called = _calls_of_input(original_class(attention)) or set()
+    attention_class: Any = original_class(attention)
+    called = _calls_of_input(attention_class) or set()
     own = {name for name in called if name in attention._modules}
     # The others are modules of other variants, or methods, which use the input as one tensor.
     if any(callable(getattr(attention, name, None)) for name in called - own):
         return (), None
     called = own
-    _check_rows_of_users(original_class(attention).__name__, called)
+    _check_rows_of_users(attention_class.__name__, called)
     if len(called) == 1:
         return _find_joint_projections(attention, called.pop())
     for names in _QKV + _LATENT:

@@ -127,8 +127,7 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
         if "wiring" in vars(owner):  # A module within this one owns the layers, and came before it.
             return
         attach_connections(owner, wiring, spec, widths)
-        if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):
-            apply_host_quirks(backbone)
+        apply_host_quirks(backbone)
 
 
 def _mark_config(file: Path) -> None:

@@ -140,7 +140,7 @@ def make_layer_shadow(
     layer: nn.Module,
     observer: Observer,
     lengths: dict[str, int],
-    opened: Collection[str] = (),
+    opened: Collection[str],
     trial: Trial = FIRST_TRIAL,
     training: bool = False,
 ) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..class_swap import original_class
-from .arguments import LayerArgument, LayerSwitch
+from .arguments import COMPUTES_WITH_ARGUMENTS, LayerArgument, LayerSwitch
 from .function_calls import FunctionMode
 from .shadow import FIRST_TRIAL, OtherOutput, Trial, make_backbone_shadow, make_layer_shadow
 
@@ -57,7 +57,7 @@ def run_layer_shadow(
     make_observer: Callable[[], Any],
     arguments: Mapping[str, Any],
     lengths: dict[str, int],
-    opened: Collection[str] = (),
+    opened: Collection[str],
     trial: Trial = FIRST_TRIAL,
     training: bool = False,
 ) -> tuple[Any, Any]:
@@ -137,8 +137,9 @@ def _run_until_unpacked(
     run: gets the shadow, its observer and the class's forward.
     training: of `FunctionMode`.
     """
-    forward: Any = original_class(module).forward  # type: ignore[attr-defined]
+    forward: Any = original_class(module).forward
     forward = _READ_FORWARDS.get(forward, forward)
+    tried: set[tuple[str, int]] = set()  # lengths by path
     while True:
         observer = make_observer()
         shadow = make(observer, lengths)
@@ -148,15 +149,18 @@ def _run_until_unpacked(
         try:
             with FunctionMode(observer, training):
                 output = run(shadow, observer, forward)
+        except (ChangedStreamError, SeveralStreamsError):
+            raise
         except Exception as error:
-            if isinstance(error, ChangedStreamError | SeveralStreamsError):
-                raise
-            expected = re.search(r"values to unpack \(expected (\d+)", str(error))
             path = observer.unpacked
-            if expected and lengths.get(path) != int(expected[1]):
-                lengths[path] = int(expected[1])
-                continue
-            raise ValueError(_describe_failure(error)) from error
+            match = re.search(r"values to unpack \(expected (\d+)", str(error))
+            length = int(match[1]) if match else 0
+            # A module may be unpacked into two numbers of names by turns.
+            if not match or (path, length) in tried:
+                raise ValueError(_describe_failure(error)) from error
+            tried.add((path, length))
+            lengths[path] = length
+            continue
         return observer, output
 
 
@@ -186,11 +190,10 @@ def _describe_failure(error: Exception) -> str:
     reason = str(error).split("\n")[0]
     if isinstance(error, ValueError) and "values to unpack" not in reason:
         return reason
-    for cls, things in (
-        (LayerArgument, "its arguments"),
-        (LayerSwitch, "its arguments"),
-        (OtherOutput, "further outputs of modules"),
-    ):
-        if cls.__name__ in reason:
-            return f"its own code computes with {things}, where most layers pass them on"
+    if LayerArgument.__name__ in reason or LayerSwitch.__name__ in reason:
+        return COMPUTES_WITH_ARGUMENTS
+    if OtherOutput.__name__ in reason:
+        return (
+            "its own code computes with further outputs of modules, where most layers pass them on"
+        )
     return f"its own code does more than to call its modules ({type(error).__name__}: {reason})"

@@ -30,7 +30,7 @@ _OF_ONE_TOKEN = Trial((1, 1), 1.0, -100.0)
 
 
 def trace_layer(
-    layer: nn.Module, width: int, opened: Collection[str] = (), attends_encoder: bool = False
+    layer: nn.Module, width: int, opened: Collection[str], attends_encoder: bool
 ) -> LayerTrace:
     """The trace of a layer's shadow, and the values of its arguments that change it.
 
@@ -124,7 +124,7 @@ def _unread_values(
     given: the arguments of that trace.
     """
     for name, value, arguments in other_arguments(layer, given):
-        replaced = {f"the argument {name!r}": repr(None)} if value is None else {}
+        replaced = {repr(given[name]): repr(None)} if value is None else {}
         try:
             other = trace_once(arguments)
             is_same = (

@@ -35,10 +35,9 @@ from .families import (
     ModelWiring,
     Sublayer,
     own_connection,
-    paths_around,
 )
 from .function_calls import FunctionMode
-from .hidden_states import TravellingState, find_token_slice, scale_stream
+from .hidden_states import TravellingState, find_token_slice
 from .host_norms import find_attribute
 from .layer_recognition import recognise_layer
 from .layers import first_output
@@ -63,8 +62,7 @@ def verify_wiring(model: Any, backbone: Any, wiring: ModelWiring) -> None:
             or the backbone changes the stream between layers. The message says what the layer does.
     """
     verified = set()
-    for number, layer in enumerate(wiring.find_layers(backbone)):
-        layer_wiring = wiring.of_layers[number]
+    for number, (layer, layer_wiring) in enumerate(wiring.wired_layers(backbone)):
         kind = (layer_kind(layer), layer_wiring)
         if kind in verified or layer_wiring.condition is not None:
             continue
@@ -103,8 +101,7 @@ def _find_runner(model: Any, backbone: Any, wiring: ModelWiring) -> tuple[Any, M
 
 
 def _has_forward(module: nn.Module) -> bool:
-    host: Any = original_class(module)
-    return host.forward is not nn.Module.forward
+    return original_class(module).forward is not nn.Module.forward
 
 
 class _Functions:
@@ -141,7 +138,7 @@ class _Functions:
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
     arguments = arguments_as_read(layer, wiring.unread_values)
-    opened = {outer for path in wiring.modules for outer in paths_around(path)}
+    opened = wiring.opened_modules
     lengths: dict[str, int] = {}
     host, returned = run_layer_shadow(layer, lambda: _Functions(width), arguments, lengths, opened)
     expected = first_output(returned).as_subclass(Tensor)
@@ -149,9 +146,10 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     shadow = make_layer_shadow(layer, functions, lengths, opened=opened)
     actual = _run_connected(shadow, wiring, functions, arguments)
     for path, received in host.arguments.items():
-        received_connected = functions.arguments.get(path, {})
-        if any(repr(received_connected.get(k, ...)) != repr(v) for k, v in received.items()):
-            return float("inf")
+        connected = functions.arguments.get(path, {})
+        for name, value in received.items():
+            if name not in connected or repr(connected[name]) != repr(value):
+                return float("inf")
     weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(actual)
     gradients = [
         torch.autograd.grad((output * weight).sum(), stream)[0]
@@ -180,8 +178,7 @@ def _run_connected(
     with FunctionMode(functions):
         outputs = backbone.layers[0](functions.stream, **arguments)
     hidden = outputs if isinstance(outputs, TravellingState) else outputs[0]
-    hidden_state = backbone.norm.connection.hidden_state(hidden.state)
-    hidden_state = scale_stream(hidden_state, hidden.stream_scale)
+    hidden_state = backbone.norm(hidden, verb="hidden_state")
     if wiring.last_norm:
         hidden_state = find_attribute(shadow, wiring.last_norm)(hidden_state)
     return hidden_state
@@ -348,8 +345,8 @@ def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
         return [torch.randn(1, _TOKENS, width, dtype=dtype)]
     if first == "pixel_values":
         size = getattr(config, "image_size", 0)
-        height, width = (size, size) if isinstance(size, int) else size
-        return [torch.randn(1, channels, height, width, dtype=dtype)]
+        sides = (size, size) if isinstance(size, int) else size
+        return [torch.randn(1, channels, *sides, dtype=dtype)]
     return [torch.zeros(1, _TOKENS, dtype=torch.long)]
 
 

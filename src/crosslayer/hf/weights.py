@@ -22,7 +22,7 @@ _FLOAT_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-_PICKLE_SUFFIXES = ("bin", "pt", "pth", "ckpt")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def is_connection_key(key: str) -> bool:
@@ -30,7 +30,7 @@ def is_connection_key(key: str) -> bool:
     return re.search(r"\.connections?\.", key) is not None
 
 
-def check_weights(folder: Path, variant: str | None = None) -> None:
+def check_weights(folder: Path, variant: str | None) -> None:
     """Raise a ValueError where the folder's weights are not complete safetensors files."""
     for path in _weight_files(folder, variant):
         with _open_safetensors(path):
@@ -86,7 +86,7 @@ class FolderWeights:
         self.shapes[name] = tuple(header.get_shape())
 
 
-def read_host_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None:
+def read_host_dtype(folder: Path, variant: str | None) -> torch.dtype | None:
     """The dtype in which a host's weights are saved: that of the first floating tensor.
 
     Connections' tensors do not count. They are float32 in any model.
@@ -118,13 +118,13 @@ def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
         return files
     if files:
         raise ValueError(f"{folder} has {len(files)} safetensors files but no index of them")
-    for suffix in _PICKLE_SUFFIXES:
-        for path in sorted(folder.glob(f"*.{suffix}")):
-            raise ValueError(
-                f"{path} is a pickle, which can run code and is never loaded; "
-                "convert it where you trust it: safetensors.torch.save_file("
-                f'torch.load(path, weights_only=True), "{WEIGHTS_FILE}")'
-            )
+    pickles = [path for path in sorted(folder.iterdir()) if path.suffix in _PICKLE_SUFFIXES]
+    if pickles:
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which can run code and is never loaded; "
+            "convert it where you trust it: safetensors.torch.save_file("
+            f'torch.load(path, weights_only=True), "{WEIGHTS_FILE}")'
+        )
     raise ValueError(f"{folder} has no {WEIGHTS_FILE}")
 
 
