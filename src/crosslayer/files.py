@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
+REPLACED_SUFFIX = ".old"  # of a folder until the new one has its name
 UNFINISHED_SUFFIX = ".part"  # of a file or a folder until it is renamed
 _JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
@@ -59,6 +60,19 @@ def atomic_replace(temporary: Path, path: Path) -> None:
     fsync_path(temporary)
     os.replace(temporary, path)
     fsync_path(path.parent)
+
+
+def replace_folder(temporary: Path, folder: Path) -> None:
+    """Rename a folder to `folder`. One that is there is moved aside first, and removed at the end.
+
+    So one of the two is complete at any moment.
+    """
+    replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder, replaced)
+    atomic_replace(temporary, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager

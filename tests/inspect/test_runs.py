@@ -17,6 +17,7 @@ from crosslayer.inspect.run_groups import (
     has_experts,
     split_by_backbone,
     split_by_data,
+    split_by_series,
 )
 from crosslayer.inspect.runs import TrainingRun, read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
@@ -30,6 +31,7 @@ from crosslayer.inspect.training_summary import (
 )
 from crosslayer.plotting import render_figure
 from crosslayer.run_folders import (
+    COMPARISON_RESULTS_FILE,
     METRICS_FILE,
     RUN_FILE,
     RUN_RESULT_FILE,
@@ -390,6 +392,33 @@ def test_experts_options_and_tasks_have_views(tmp_path):
     assert {"experts", "task_sizes"} <= drawn.keys()
     (_, bars), *_ = TRAINING_VIEWS[9].draw_panels(GroupedRuns(groups))
     assert bars.keywords["bars"][1].label == "dense MUDD\ndense, ΔL -0.0596"
+
+
+def test_a_run_without_a_result_is_no_size(tmp_path):
+    """Of four runs of one method in two sizes, the one that has evaluated tasks is not finished."""
+    arms = {}
+    for layers in (12, 24):
+        options = {"connection": "mudd", "parameters": layers * 10**6}
+        arms[f"{layers} layers"] = options | {"options": {"layers": layers}}
+    folder = write_comparison(tmp_path / "sizes", arms, seeds=2)
+    results = json.loads((folder / COMPARISON_RESULTS_FILE).read_text())
+    left = results["runs"].pop(1)
+    assert (left["arm"], left["seed"]) == ("12 layers", 1)
+    (folder / COMPARISON_RESULTS_FILE).write_text(json.dumps(results))
+    accuracy = {"model": "a/model", "tasks": {"results": {"sciq": {"acc,none": 0.5}}}}
+    for run in (folder / RUNS_FOLDER).iterdir():
+        (run / "eval" / "step-500").mkdir(parents=True)
+        (run / "eval" / "step-500" / "evaluation.json").write_text(json.dumps(accuracy))
+    groups = read_groups(folder)
+    assert [group.first.status for group in groups] == ["", "not finished", ""]
+    assert not groups[1].first.result
+    assert list(split_by_series(groups)) == ["mudd"]
+    (series,) = measure_scaling(groups)
+    assert series.power_law is not None
+    (view,) = [view for view in TRAINING_VIEWS if view.name == "task_sizes"]
+    ((_, drawn),) = view.draw_panels(GroupedRuns(groups))
+    (line,) = drawn.keywords["lines"]
+    assert line.x == [12e6, 24e6]
 
 
 def test_long_names_stay_within_the_figure(tmp_path, monkeypatch):

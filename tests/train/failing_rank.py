@@ -39,7 +39,7 @@ def main(text: str, folder: Path) -> None:
     examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
     rank = int(os.environ["RANK"])
     errors = {}
-    for name, failing_rank in (("atomic_replace", 0), ("_crc32", 1)):
+    for name, failing_rank in (("replace_folder", 0), ("_crc32", 1)):
         right = getattr(checkpoint, name)
         if rank == failing_rank:
             setattr(checkpoint, name, planted)

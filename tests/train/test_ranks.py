@@ -99,7 +99,7 @@ def test_an_error_of_one_rank_is_one_of_both(text, tmp_path):
     errors = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     unwritten = "step-00000002 cannot be written (planted); there is no other"
     for of_rank in errors:
-        assert of_rank["atomic_replace"].endswith(unwritten)
+        assert of_rank["replace_folder"].endswith(unwritten)
         assert of_rank["_crc32"].endswith(unwritten)
         assert of_rank["model"] == "planted"
         assert of_rank["log"] == f"{tmp_path / 'log' / 'metrics.jsonl'}: not a file"

@@ -88,7 +88,7 @@ def test_a_search_resumes(text_file, tmp_path, monkeypatch):
     done = []
 
     def stopping(comparison, arm, seed, on_step):
-        if len(done) in (4, 9):
+        if len(done) in (1, 6):
             done.append("stop")
             raise KeyboardInterrupt
         done.append((arm.name, seed))
@@ -98,6 +98,8 @@ def test_a_search_resumes(text_file, tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run_comparison(searched(text_file, tmp_path / "out", 2, lr=1e-3), lambda *_: None)
+        report = markdown_report(searched(text_file, tmp_path / "out", 2, lr=1e-3))
+        assert "at 1 ×" in report and ": ." not in report  # of arms that were not tried yet
     run_comparison(searched(text_file, tmp_path / "out", 2, lr=1e-3), lambda *_: None)
     runs = [run for run in done if run != "stop"]
     assert len(runs) == len(set(runs)) == 16

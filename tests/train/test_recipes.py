@@ -80,7 +80,7 @@ def test_every_arm_has_the_papers_parameters(file):
         if arm.parameters is not None:
             near = abs(ours / arm.parameters - 1) <= 0.01
             assert near != bool(arm.reason), (
-                f"{arm}: ours {ours:,}, the paper's {arm.parameters:,.0f}, {arm.reason!r}"
+                f"{arm.name}: ours {ours:,}, the paper's {arm.parameters:,.0f}, {arm.reason!r}"
             )
 
 
@@ -133,7 +133,7 @@ def test_tiny_keeps_the_structure(file):
             make(same.connection).options.keys(),
         )
         large, tiny = on_meta(file, "full", number), on_meta(file, "tiny", number)
-        assert structure(large) == structure(tiny), arm
+        assert structure(large) == structure(tiny), arm.name
         assert count_parameters(tiny)[0] < 3e6
         assert (count_parameters(tiny)[1] > 0) == (count_parameters(large)[1] > 0)
 
@@ -156,11 +156,11 @@ def steps(recipe: Recipe, arm: Arm, count: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(count):
         loss = LANGUAGE_TASK.loss(model, torch.randint(256, (2, 17)))
-        assert loss.isfinite(), arm
+        assert loss.isfinite(), arm.name
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert all(p.isfinite().all() for p in model.parameters()), arm
+    assert all(p.isfinite().all() for p in model.parameters()), arm.name
 
 
 @pytest.mark.slow

@@ -38,9 +38,8 @@ from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.diagnostics import connection_diagnostics
 from crosslayer.train.evaluation import evaluate_examples, summarise_metrics
 from crosslayer.train.method_code import code_digest
-from crosslayer.train.parallel import prepare_model
+from crosslayer.train.parallel import launch_fabric, prepare_model
 from crosslayer.train.recipe import Arm, Recipe
-from crosslayer.train.run import launch_run
 from crosslayer.train.run_state import RunState
 from crosslayer.train.settings import EngineSettings, Settings
 from crosslayer.train.signals import StopSignals
@@ -321,7 +320,7 @@ def make_trainer(text, arm, seed=0, **options):
     examples = LANGUAGE_TASK.load_examples(settings.data, {})
     model = build_model(settings, arm, examples.num_classes, 0)
     row = Arm.from_row(arm)
-    return Trainer(launch_run(settings, row), model, examples, settings, row, seed)
+    return Trainer(launch_fabric(settings.engine), model, examples, settings, row, seed)
 
 
 def test_evaluation_has_no_more_in_memory_than_training(text, monkeypatch):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from crosslayer.fsdp import sharded_modules
+from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
-from crosslayer.train.run import launch_run
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE_TASK, build_model
 from crosslayer.train.trainer import Trainer
@@ -23,7 +23,7 @@ def test_average_equals_a_float64_loop_and_is_evaluated(text):
     settings = Settings.from_options(**{**SMALL, "data": text, "ema": DECAY})
     examples = LANGUAGE_TASK.load_examples(settings.data, {})
     model = build_model(settings, "mudd", examples.num_classes, 0)
-    fabric = launch_run(settings, Arm.from_row("mudd"))
+    fabric = launch_fabric(settings.engine)
     trainer = Trainer(fabric, model, examples, settings, Arm.from_row("mudd"))
     expected = {}
     for _ in range(4):

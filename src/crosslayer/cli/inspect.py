@@ -68,8 +68,8 @@ def parser() -> Any:
         default=["standard"],
         help="sections of the report, like unfolded,cosines, or all; only the analyses that they "
         "need are run. docs/inspect.md lists them, and so does the message on an unknown one. "
-        "training: only the views of run folders, for which no model is opened. Default: the "
-        "sections that take few passes over the sequences",
+        "training: only the views of run folders, for which no model is opened. Default: "
+        "all but sources and pruning",
     )
     add(
         "--layer",

@@ -25,8 +25,6 @@ from ..hf.host_norms import find_attribute
 from .observation import ModelInputs, connected_for_analysis, layer_label, port_label
 from .scoring import check_scored, score_logits
 
-# Static weights over depth, by method: the name of the parameter.
-DEPTH_WEIGHTS = {DenseFormer: "alpha", Mudd: "a"}
 # makes a context in which the model is without one of its parts
 Removal = Callable[[], AbstractContextManager[Any]]
 
@@ -215,9 +213,8 @@ def _find_outputs(model: nn.Module) -> Iterator[_SublayerOutput]:
                 path = sublayer.module
                 for step in sublayer.paths_after:
                     # ViT's attention and MLP pass the same dropout. BEiT's scales are parameters.
-                    if steps[step] == 1:
-                        is_module = isinstance(find_attribute(layer, step), nn.Module)
-                        path = step if is_module else path
+                    if steps[step] == 1 and isinstance(find_attribute(layer, step), nn.Module):
+                        path = step
                 yield _SublayerOutput(number, label, layer.get_submodule(path))
             site += 1
 
@@ -281,13 +278,16 @@ def prune_depth_weights(
 
 def find_depth_weights(model: nn.Module) -> list[nn.Parameter]:
     """DenseFormer's α, or the static part a of MUDD, of every site that averages."""
-    weights = [
-        getattr(connection, name)
-        for connection in find_connections(model)
-        for method, name in DEPTH_WEIGHTS.items()
-        if isinstance(connection, method)
-    ]
-    return [weight for weight in weights if weight is not None]
+    weights = []
+    for connection in find_connections(model):
+        weight = None
+        if isinstance(connection, DenseFormer):
+            weight = connection.alpha
+        elif isinstance(connection, Mudd):
+            weight = connection.a
+        if weight is not None:
+            weights.append(weight)
+    return weights
 
 
 @torch.no_grad()

@@ -18,8 +18,7 @@ def draw_ablation(
     deviations: Mapping[str, SublayerAblation] = MappingProxyType({}),
 ) -> None:
     """log ΔPPL without each sub-layer, a bar for each model, with its deviation where known."""
-    bars = [(name, found.labels, found.increase) for name, found in models]
-    _draw_bars(axes, bars, {name: found.increase for name, found in deviations.items()})
+    _draw_bars(axes, models, deviations)
     axes.set_ylabel("increase of log perplexity, nats a token")
 
 
@@ -32,8 +31,7 @@ def draw_block_ablation(
 
     A block without which the perplexity falls has no bar.
     """
-    bars = [(name, found.labels, found.increase) for name, found in models]
-    _draw_bars(axes, bars, {name: found.increase for name, found in deviations.items()})
+    _draw_bars(axes, models, deviations)
     if any(value > 0 for _, found in models for value in found.increase):
         use_log_scale(axes)
     axes.set_xlabel("without block")
@@ -42,18 +40,18 @@ def draw_block_ablation(
 
 def _draw_bars(
     axes: Any,
-    models: Sequence[tuple[str, list[str], list[float]]],
-    deviations: Mapping[str, list[float]],
+    models: Sequence[tuple[str, SublayerAblation | BlockAblation]],
+    deviations: Mapping[str, SublayerAblation | BlockAblation],
 ) -> None:
     """A bar for each model at each label. Models may lack some labels."""
-    labels = join_labels(own for _, own, _ in models)
+    labels = join_labels(found.labels for _, found in models)
     width = 0.8 / len(models)
-    for number, (name, own, values) in enumerate(models):
+    for number, (name, found) in enumerate(models):
         colour = line_look(number)["color"]
         offset = (number - (len(models) - 1) / 2) * width
-        places = [labels.index(label) + offset for label in own]
-        errors = deviations.get(name)
-        axes.bar(places, values, width, color=colour, label=name, yerr=errors, capsize=2)
+        places = [labels.index(label) + offset for label in found.labels]
+        errors = deviations[name].increase if name in deviations else None
+        axes.bar(places, found.increase, width, color=colour, label=name, yerr=errors, capsize=2)
     label_ticks(axes.xaxis, labels, rotation=90)
     axes.margins(y=0.3)  # for the legend, above the bars
     finish_lines(axes, len(models))

@@ -122,7 +122,8 @@ def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
                 by_kind[kind].append(row[number])
     if not by_kind["attn"] or not by_kind["mlp"]:
         return float("nan")
-    attention, mlp = (torch.stack(found).mean() for found in by_kind.values())
+    attention = torch.stack(by_kind["attn"]).mean()
+    mlp = torch.stack(by_kind["mlp"]).mean()
     return (attention / mlp.clamp_min(1e-30)).item()
 
 

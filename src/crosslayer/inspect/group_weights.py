@@ -32,8 +32,6 @@ class GroupWeights:
         quartiles: minimum, 25, 50, 75 % and maximum, [groups weights 5].
         mean: [groups weights].
         std: [groups weights].
-        between_groups: the share of each weight's variance over all samples that is between the
-            means of groups, [weights]. 0 where groups are alike, 1 where a group's samples are.
     """
 
     groups: list[str]
@@ -42,7 +40,6 @@ class GroupWeights:
     quartiles: Tensor
     mean: Tensor
     std: Tensor
-    between_groups: Tensor
 
 
 class _LastWeightsAnalysis:
@@ -63,7 +60,8 @@ class _LastWeightsAnalysis:
             write = per_token_weights(weights.write)[..., parts:].sum(-1)  # [N parts]
             self._add("write", visit, write, [f"β{part + 1}" for part in range(write.shape[-1])])
             return
-        read, carry = (per_token_weights(matrix) for matrix in (weights.read, weights.carry))
+        read = per_token_weights(weights.read)
+        carry = per_token_weights(weights.carry)
         inputs = ["0"]
         if read.shape[-2] > 1:
             inputs = label_fractions(list(connection.ports), connection.fractions)
@@ -109,25 +107,18 @@ def compare_groups(
         observe_model(model, batches, [analysis])
         rows.append(analysis.rows)
         names = [name for of_kind in analysis.names.values() for name in of_kind]
-    everything = torch.cat(rows)
-    differs = everything.std(0, correction=0) > _SMALLEST_DEVIATION
+    differs = torch.cat(rows).std(0, correction=0) > _SMALLEST_DEVIATION
     if not differs.any():
         return None
     rows = [row[:, differs] for row in rows]
-    everything = everything[:, differs]
-    means = torch.stack([row.mean(0) for row in rows])
-    counts = torch.tensor([len(row) for row in rows], dtype=torch.float64)
-    shifts = (means - everything.mean(0)).square()
-    between = (counts[:, None] * shifts).sum(0) / len(everything)
     quarters = torch.linspace(0, 1, 5, dtype=torch.float64)
     return GroupWeights(
         groups=list(groups),
         samples=[len(row) for row in rows],
         names=[name for name, kept in zip(names, differs.tolist(), strict=True) if kept],
         quartiles=torch.stack([row.quantile(quarters, dim=0).mT for row in rows]),
-        mean=means,
+        mean=torch.stack([row.mean(0) for row in rows]),
         std=torch.stack([row.std(0, correction=0) for row in rows]),
-        between_groups=between / everything.var(0, correction=0),
     )
 
 

@@ -107,14 +107,14 @@ def _find_mix_weights(subject: InspectionSubject) -> list[MixWeight]:
 # Shares of the smallest weights that are set to zero: as in DenseFormer, closer where it matters.
 PRUNED_SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
 # These share one pass over the batches.
-OBSERVED = {
+_OBSERVED_ANALYSES = {
     "mixing": MixingAnalysis,
     "unfolded": UnfoldingAnalysis,
     "cosines": CosineAnalysis,
     "distances": DistanceAnalysis,
     "scales": ScaleAnalysis,
 }
-SINGLE = {
+_SINGLE_ANALYSES = {
     "lens": SingleAnalysis(
         lambda subject: measure_site_losses(subject.model, subject.batches), scores=True
     ),
@@ -159,11 +159,11 @@ SINGLE = {
         passes=lambda subject: 0,  # they are over the groups
     ),
 }
-DERIVED = {
+_DERIVED_ANALYSES = {
     "findings": DerivedAnalysis(("unfolded",), find_map_findings),
     "alarms": DerivedAnalysis(("scales", "mixing"), find_alarms),
 }
-ANALYSES = (*OBSERVED, *SINGLE)
+ANALYSES = (*_OBSERVED_ANALYSES, *_SINGLE_ANALYSES)
 
 
 @dataclass
@@ -261,7 +261,7 @@ def inspect_model(
     Args:
         name: for the reader.
         subject: the model and its batches.
-        analyses: names among `ANALYSES`. Those of `DERIVED` are computed with their sources.
+        analyses: names among `ANALYSES`. Those that follow from others are computed with these.
         progress: called before and after each batch.
     """
     connections = find_connections(subject.model)
@@ -271,10 +271,10 @@ def inspect_model(
         spec = plain_connection(subject.model)
     inspection = ModelInspection(name, spec, {}, {})
     _observe_subject(inspection, subject, analyses, progress)
-    for key in SINGLE:
+    for key in _SINGLE_ANALYSES:
         if key in analyses:
             _run_single(inspection, key, subject, progress)
-    for key, derived in DERIVED.items():
+    for key, derived in _DERIVED_ANALYSES.items():
         if all(source in inspection.results for source in derived.sources):
             sources = [inspection[source] for source in derived.sources]
             inspection.results[key] = derived.run(*sources)
@@ -287,7 +287,11 @@ def _observe_subject(
     wanted: Collection[str],
     progress: Progress,
 ) -> None:
-    observed = {key: _SeparateAnalysis(start()) for key, start in OBSERVED.items() if key in wanted}
+    observed = {
+        key: _SeparateAnalysis(start())
+        for key, start in _OBSERVED_ANALYSES.items()
+        if key in wanted
+    }
     if not observed:
         return
     batches = _CountedBatches(subject.batches, "connections", 1, progress)
@@ -306,7 +310,7 @@ def _observe_subject(
 def _run_single(
     inspection: ModelInspection, key: str, subject: InspectionSubject, progress: Progress
 ) -> None:
-    analysis = SINGLE[key]
+    analysis = _SINGLE_ANALYSES[key]
     batches = subject.batches[: analysis.most_batches]
     try:
         passes = analysis.passes(subject)

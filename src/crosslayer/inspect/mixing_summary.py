@@ -63,9 +63,8 @@ class MixingAnalysis:
     def visit_site(self, visit: SiteVisit) -> None:
         connection = visit.connection
         label = site_label(connection)
-        read, carry = (
-            per_token_weights(matrix) for matrix in (visit.weights.read, visit.weights.carry)
-        )
+        read = per_token_weights(visit.weights.read)
+        carry = per_token_weights(visit.weights.carry)
         inputs = _input_labels(connection, read.shape[-2])
         if connection.splits_inputs:
             # r is the next state's stream, its last part. It stands after q, k and v, in the place

@@ -8,28 +8,28 @@ class RunningMoments:
     """Mean and standard deviation over the first axis of all that was added, in float64.
 
     Welford's method by batches, so that a large mean does not cost the deviation's digits.
+
+    Attributes:
+        count: of values.
+        mean: of all that was added.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._mean = torch.zeros(())
+        self.mean = torch.zeros(())
         self._squares = torch.zeros(())  # the sum of squared deviations from the mean
 
     def add(self, values: Tensor) -> None:
         """values: [N …]; [1 …] where one value holds for all tokens."""
         values = values.detach().double().cpu()
         count = len(values)
-        mean = values.mean(0)
-        squares = (values - mean).square().sum(0)
+        batch_mean = values.mean(0)
+        squares = (values - batch_mean).square().sum(0)
         total = self.count + count
-        shift = mean - self._mean
+        shift = batch_mean - self.mean
         self._squares = self._squares + squares + shift.square() * (self.count * count / total)
-        self._mean = self._mean + shift * (count / total)
+        self.mean = self.mean + shift * (count / total)
         self.count = total
-
-    @property
-    def mean(self) -> Tensor:
-        return self._mean
 
     @property
     def std(self) -> Tensor:

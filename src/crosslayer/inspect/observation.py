@@ -7,17 +7,16 @@ tokens.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..class_swap import original_class
 from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
 from ..hf import connect
+from ..hf.arguments import forward_parameters
 from ..hf.attach import find_backbone
 from ..hf.disconnect import remove_connections
 from ..hf.families import own_connection
@@ -216,11 +215,12 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
 def run_headless_model(model: nn.Module, arguments: ModelInputs) -> None:
     """Call a model with a batch, without its head where it can be left out, and without a cache."""
     part = _find_headless_model(model, arguments)
-    host: Any = original_class(part)
-    options: dict[str, Any] = {}
-    if "use_cache" in signature(host.forward).parameters:
-        options["use_cache"] = False
-    part(**{**options, **arguments})
+    part(**cache_options(part), **arguments)
+
+
+def cache_options(model: nn.Module) -> dict[str, Any]:
+    """`use_cache=False` for a model that takes it."""
+    return {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
 
 
 def _find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:
@@ -234,8 +234,7 @@ def _find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     if not inputs:  # other names, as in a model of plain PyTorch
         return model
     for part in (find_backbone(model)[0], getattr(model, "base_model", model)):
-        host: Any = original_class(part)
-        if inputs <= signature(host.forward).parameters.keys():
+        if inputs <= forward_parameters(part).keys():
             return part
     return model
 

@@ -13,7 +13,7 @@ from ..number_texts import NOT_KNOWN, format_duration, format_number, format_siz
 from ..plotting import render_figure
 from .inspection import to_json_value
 from .run_groups import join_titles, split_by_data
-from .sections import SECTIONS, Section, TrainingView
+from .sections import Section, TrainingView
 from .sections.section import FigurePanels, InspectedModels
 from .training_summary import GroupedRuns, GroupSummary, measure_scaling, summarise_training
 
@@ -77,8 +77,8 @@ def write_inspection_report(
     models: InspectedModels,
     folder: Path,
     setup: str,
-    sections: Sequence[Section] = SECTIONS,
-    training: TrainingReport | None = None,
+    sections: Sequence[Section],
+    training: TrainingReport | None,
 ) -> list[str]:
     """Write inspection.json, the figures and report.html, with the models side by side.
 

@@ -16,13 +16,13 @@ from ..train.identity import PLACES_OF_DATA, distance_to_baseline
 from ..train.settings import CHANGEABLE_OPTIONS, DEFAULT_OPTIONS, ModelSettings
 from .runs import TrainingRun
 
-SHAPE = ("layers", "dim")  # of a backbone
+_SHAPE = ("layers", "dim")  # of a backbone
 # MUDD's MLP widths belong to the method
 _BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
-BATCHES = ("context", "batch")
+_BATCH_OPTIONS = ("context", "batch")
 # The keys of transformers' configs for the number of experts in a layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-DATA = tuple(sorted(PLACES_OF_DATA))
+_DATA_OPTIONS = tuple(sorted(PLACES_OF_DATA))
 
 
 @dataclass
@@ -137,9 +137,11 @@ def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
 
 def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
     """The arm's name where it has several sizes; else the connection, of all arms with one size."""
-    sizes: dict[str, set[float]] = {}
+    sizes: dict[str, set[float]] = {group[0].name: set() for group in groups}
     for group in groups:
-        sizes.setdefault(group[0].name, set()).add(group[0].number("parameters"))
+        size = group[0].number("parameters")
+        if math.isfinite(size):  # a run without a result has none
+            sizes[group[0].name].add(size)
     families = {group[0].settings.get("family") for group in groups}
     labels = []
     for group in groups:
@@ -180,7 +182,7 @@ def backbone_of(group: RunGroup) -> str:
     """What groups of the same data share whose losses can be compared at any step: backbone and
     batches.
     """
-    return _settings_key(group, (*_BACKBONE, *BATCHES))
+    return _settings_key(group, (*_BACKBONE, *_BATCH_OPTIONS))
 
 
 def _settings_key(group: RunGroup, names: Sequence[str]) -> str:
@@ -204,14 +206,17 @@ def split_by_data(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]
     has_digests = all(group.first.data_digest for group in known)
     parts: dict[str, list[RunGroup]] = {}
     for group in groups:
-        key = _settings_key(group, DATA)
-        if has_digests:
+        if not group.first.settings:
+            key = ""
+        elif has_digests:
             key = repr(_loss_key(group.first))
-        parts.setdefault(key if group.first.settings else "", []).append(group)
+        else:
+            key = _settings_key(group, _DATA_OPTIONS)
+        parts.setdefault(key, []).append(group)
     if len(parts.keys() - {""}) <= 1:
         return [("", list(groups))]
     firsts = [part[0] for part in parts.values()]
-    titles = [_describe_differences(group, firsts, DATA) for group in firsts]
+    titles = [_describe_differences(group, firsts, _DATA_OPTIONS) for group in firsts]
     if len(set(titles)) < len(titles):  # the content of a file has changed
         titles = [
             join_titles(title, f"digest {group.first.data_digest}")
@@ -244,12 +249,12 @@ def join_titles(*titles: str) -> str:
 
 def split_by_backbone(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """Groups with the same backbone, with a title; the title is empty where all have the same."""
-    return _split_groups(groups, (*_BACKBONE, *BATCHES))
+    return _split_groups(groups, (*_BACKBONE, *_BATCH_OPTIONS))
 
 
 def split_by_shape(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """Groups with the same number of layers and width, with a title."""
-    return _split_groups(groups, SHAPE)
+    return _split_groups(groups, _SHAPE)
 
 
 def _split_groups(
@@ -261,10 +266,13 @@ def _split_groups(
     if len(parts) == 1:
         return [("", list(groups))]
     firsts = [part[0] for part in parts.values()]
-    others = [name for name in names if name not in SHAPE]
+    others = [name for name in names if name not in _SHAPE]
     titles = []
-    for group in firsts:
-        title = f"{describe_depth(group)}, {format_size(group.mean('parameters'))}"
+    for members in parts.values():
+        group = members[0]
+        # a run without a result has no size
+        size = next((one.size for one in members if math.isfinite(one.size)), math.nan)
+        title = f"{describe_depth(group)}, {format_size(size)}"
         titles.append(join_titles(title, _describe_differences(group, firsts, others)))
     return list(zip(titles, parts.values(), strict=True))
 

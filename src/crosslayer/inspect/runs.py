@@ -27,6 +27,16 @@ from ..train.comparison_results import DIGEST_KEY, read_comparison_results
 from ..train.run_state import check_sizes
 from .training import CurvePoints, TrainingCurve, read_training_curve
 
+# Of the settings that are read here.
+_SETTING_KINDS: dict[str, type] = {
+    "steps": int,
+    "batch": int,
+    "context": int,
+    "layers": int,
+    "model_config": dict,
+    "valid": dict,
+}
+
 
 @dataclass
 class TrainingRun:
@@ -39,7 +49,8 @@ class TrainingRun:
         connection: the spec; "" where it is not known.
         seed: None where it is not known.
         settings: options of the run, by name; empty where they are not known.
-        result: the numbers of its `RunResult` by name; empty for a run that has not finished.
+        result: the numbers of its `RunResult` by name; empty for a run that has not finished or has
+            diverged.
         status: "" for a finished run, else "not finished" or "diverged".
         tasks: (step, accuracy) of each task, by its name.
         data_digest: identifies tokenizer, training and validation data; "" where it is not known.
@@ -119,9 +130,7 @@ def _read_single_run(folder: Path) -> TrainingRun:
         result = read_json(path, dict)
         return _make_run(folder, result, result.get("settings"), digest, "", path)
     row: dict[str, Any] = {key: identity[key] for key in ("connection", "seed") if key in identity}
-    run = _make_run(folder, row, identity, digest, "not finished", path)
-    run.result = {}
-    return run
+    return _make_run(folder, row, identity, digest, "not finished", path)
 
 
 def _read_comparison(folder: Path) -> list[TrainingRun]:
@@ -154,23 +163,7 @@ def _make_run(
     folder: Path, row: dict[str, Any], settings: Any, digest: str, status: str, source: Path
 ) -> TrainingRun:
     """A run of a `RunResult`'s fields, as far as there are any. `source` is where they are from."""
-    valid = row.get("valid", {})
-    metrics = row.get("metrics", {})
-    if not all(isinstance(value, dict) for value in (settings, valid, metrics)):
-        raise ValueError(f"{source}: not the results of a run (damaged?)")
-    if not isinstance(row.get("seed"), int | None):
-        raise ValueError(f"{source}: the seed is {row['seed']!r} (damaged?)")
-    try:
-        check_sizes(row)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error} (damaged?)") from None
-    wanted = {
-        **dict.fromkeys(("steps", "batch", "context", "layers"), int),
-        **dict.fromkeys(("model_config", "valid"), dict),
-    }
-    for name, kind in wanted.items():
-        if not isinstance(settings.get(name, kind()), kind):
-            raise ValueError(f"{source}: {name} is {settings[name]!r} (damaged?)")
+    _check_row(row, settings, source)
     if (folder / METRICS_FILE).is_file():
         curve = read_training_curve(folder)
     else:
@@ -179,6 +172,7 @@ def _make_run(
             points = [(int(step), float(loss)) for step, loss in row.get("curve", [])]
         except (TypeError, ValueError):
             raise ValueError(f"{source}: {folder.name} has a damaged curve") from None
+        valid = row.get("valid")
         if valid and points:
             curve.valid[next(iter(valid))] = points
     planned = settings.get("steps")
@@ -190,11 +184,27 @@ def _make_run(
         connection=str(row.get("connection", "")),
         seed=row.get("seed"),
         settings=settings,
-        result=row,
+        result={} if status else row,
         status=status,
         tasks=_read_task_accuracies(folder, last_step),
         data_digest=digest,
     )
+
+
+def _check_row(row: dict[str, Any], settings: Any, source: Path) -> None:
+    """Raise a ValueError where what is read of a run has other types than crosslayer writes."""
+    parts = (settings, row.get("valid", {}), row.get("metrics", {}))
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{source}: not the results of a run (damaged?)")
+    if not isinstance(row.get("seed"), int | None):
+        raise ValueError(f"{source}: the seed is {row['seed']!r} (damaged?)")
+    try:
+        check_sizes(row)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error} (damaged?)") from None
+    for name, kind in _SETTING_KINDS.items():
+        if not isinstance(settings.get(name, kind()), kind):
+            raise ValueError(f"{source}: {name} is {settings[name]!r} (damaged?)")
 
 
 def _read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]:

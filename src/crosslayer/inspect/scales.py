@@ -41,7 +41,6 @@ class SiteScales:
         hidden_largest: the three largest magnitudes in the hidden state.
         written_largest: the largest magnitude of each part once that output is written, [parts].
         stream_rms: RMS of each part of the state, [parts].
-        stream_largest: the largest magnitude in each part, [parts].
         stream_cosine: mean cosine of each two parts, [parts parts].
         stream_change: mean ‖part − part at the site before‖ / ‖part‖, [parts]; None where the site
             before had another number of parts.
@@ -61,7 +60,6 @@ class SiteScales:
     hidden_largest: list[float]
     written_largest: Tensor
     stream_rms: Tensor
-    stream_largest: Tensor
     stream_cosine: Tensor
     stream_change: Tensor | None
     forward_gain: float | None
@@ -77,7 +75,8 @@ class _SiteRecord:
         writer, opens_layer: as in `SiteScales`.
         moments: of the values of each name.
         three_largest: magnitudes of each name.
-        largest: magnitude in each part, of each name.
+        largest_written: magnitude in each part once the output is written, [parts]; None before
+            the first batch.
     """
 
     writer: str
@@ -86,7 +85,7 @@ class _SiteRecord:
         default_factory=lambda: defaultdict(RunningMoments)
     )
     three_largest: dict[str, Tensor] = field(default_factory=dict)
-    largest: dict[str, Tensor] = field(default_factory=dict)
+    largest_written: Tensor | None = None
 
     def add_magnitudes(self, name: str, values: Tensor) -> None:
         """Keep the three largest of what was seen so far and of these values."""
@@ -94,11 +93,11 @@ class _SiteRecord:
         before = self.three_largest.get(name, torch.zeros_like(found))
         self.three_largest[name] = torch.cat([before, found]).topk(3).values
 
-    def add_parts(self, name: str, parts: Tensor) -> None:
+    def add_written(self, parts: Tensor) -> None:
         """Keep the largest of each part, of [N parts D] values."""
         found = parts.abs().amax((0, -1)).cpu()
-        before = self.largest.get(name, torch.zeros_like(found))
-        self.largest[name] = torch.maximum(before, found)
+        before = self.largest_written
+        self.largest_written = found if before is None else torch.maximum(before, found)
 
 
 class ScaleAnalysis:
@@ -141,8 +140,7 @@ class ScaleAnalysis:
                 record.moments[name].add(value)
         record.add_magnitudes("output", y)
         record.add_magnitudes("hidden", hidden)
-        record.add_parts("stream", parts)
-        record.add_parts("written", visit.written)
+        record.add_written(visit.written)
         self._before = parts
         self._gates.add_gates(visit, label, self._writer)
         self._writer = label
@@ -165,6 +163,7 @@ class ScaleAnalysis:
         gates = self._gates.result()
         for label, record in self._records.items():
             moments = record.moments
+            assert record.largest_written is not None
             product = moments["product"].mean.abs()
             has_product = moments["product"].count > 0
             sites.append(
@@ -177,9 +176,8 @@ class ScaleAnalysis:
                     output_largest=record.three_largest["output"].tolist(),
                     hidden_rms=moments["hidden"].mean.item(),
                     hidden_largest=record.three_largest["hidden"].tolist(),
-                    written_largest=record.largest["written"],
+                    written_largest=record.largest_written,
                     stream_rms=moments["stream"].mean.sqrt(),
-                    stream_largest=record.largest["stream"],
                     stream_cosine=moments["cosine"].mean,
                     stream_change=moments["change"].mean if moments["change"].count else None,
                     forward_gain=product.sum(-1).max().item() if has_product else None,

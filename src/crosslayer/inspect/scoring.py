@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .observation import LABELS, ModelInputs, model_arguments
+from .observation import LABELS, ModelInputs, cache_options, model_arguments
 
 NO_TARGET = -100  # as in torch's cross-entropy
 
@@ -49,8 +49,7 @@ def score_logits(model: Any, batch: ModelInputs) -> tuple[Tensor, Tensor]:
     find_head(model)
     device = next(model.parameters()).device
     targets = score_targets(batch).to(device)
-    options = {"use_cache": False} if "input_ids" in batch and hasattr(model, "config") else {}
-    output = model(**model_arguments(batch, device), **options)
+    output = model(**model_arguments(batch, device), **cache_options(model))
     if not hasattr(output, "logits"):
         raise ValueError(
             f"{type(model).__name__} returns a {type(output).__name__}; a model that is scored "

@@ -176,16 +176,10 @@ class DistanceAnalysis:
             return
         states = list(self._streams.values())  # [sequences streams D] each
         count = max(state.shape[1] for state in states)
-        distances = []
-        for stream in range(count):
-            # A stream that does not exist yet is NaN, and so are its distances.
-            x = [
-                state[:, stream]
-                if stream < state.shape[1]
-                else torch.full_like(state[:, 0], math.nan)
-                for state in states
-            ]
-            distances.append(_angular_distances(torch.stack(x)))
+        # A stream that does not exist yet is NaN, and so are its distances.
+        padded = [F.pad(x, (0, 0, 0, count - x.shape[1]), value=math.nan) for x in states]
+        by_stream = torch.stack(padded).unbind(2)  # [sites sequences D] each
+        distances = [_angular_distances(x) for x in by_stream]
         self._stream_angular.add(torch.stack(distances, 1))
 
     def result(self) -> DepthDistances:

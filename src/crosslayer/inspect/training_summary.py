@@ -283,7 +283,8 @@ def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
     Compute is 6 × parameters × tokens. Mixtures of experts are left out. The groups have the same
     data.
     """
-    dense = [g for g in groups if math.isfinite(g.mean("valid_loss")) and not has_experts(g)]
+    finished = [g for g in groups if math.isfinite(g.mean("valid_loss") + g.size)]
+    dense = [group for group in finished if not has_experts(group)]
     if not dense:
         return []
     series = [

@@ -38,7 +38,6 @@ class UnfoldedMap:
         mean: [inputs sources].
         std: over tokens, [inputs sources].
         one_token: the map of one token, chosen at random from the first batch, [inputs sources].
-        sites: labels of the sites but the readout.
         has_streams: the parts of the state are streams that persist over depth.
         stream_means: the map to each part of the state as each site's read leaves it, a matrix
             [parts sources] for each site but the readout.
@@ -53,7 +52,6 @@ class UnfoldedMap:
     mean: Tensor
     std: Tensor
     one_token: Tensor
-    sites: list[str]
     has_streams: bool
     stream_means: list[Tensor]
     one_token_streams: list[Tensor]
@@ -133,7 +131,6 @@ class UnfoldingAnalysis:
             mean=self._maps.mean,
             std=self._maps.std,
             one_token=self._one_token.double().cpu(),
-            sites=self._sources[1:],
             has_streams=self._has_streams,
             stream_means=[moments.mean for moments in self._stream_maps],
             one_token_streams=self._one_token_streams,

@@ -26,14 +26,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..errors import is_out_of_memory
-from ..files import UNFINISHED_SUFFIX, atomic_replace, read_json, write_json
+from ..files import REPLACED_SUFFIX, UNFINISHED_SUFFIX, read_json, replace_folder, write_json
 from ..run_folders import CHECKPOINT_INDEX, DATA_DIGEST, RUN_FILE, checkpoint_name, step_of_name
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 from .identity import PLACES_OF_DATA, first_difference
-from .parallel import run_on_rank_zero
+from .parallel import gather_from_ranks, run_on_rank_zero
 from .run_state import RunState
-
-_REPLACED_SUFFIX = ".old"  # of a checkpoint until the new one of its step is complete
 
 
 class Checkpoints:
@@ -140,11 +138,8 @@ class Checkpoints:
 
     def _complete(self, temporary: Path, path: Path) -> None:
         """Give a checkpoint its name, and delete the oldest ones."""
-        replaced = path.with_suffix(_REPLACED_SUFFIX)
-        if path.exists():  # incomplete, or saved before the evaluation of this step had ended
-            path.rename(replaced)
-        atomic_replace(temporary, path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        # One that is there is incomplete, or was saved before this step's evaluation had ended.
+        replace_folder(temporary, path)
         for old in self.complete()[: -self.keep]:
             remove_checkpoint(old)
 
@@ -197,7 +192,7 @@ class Checkpoints:
         remedy = self._remedy(path)
         try:
             index = read_json(path / CHECKPOINT_INDEX, dict)
-            identity = {**index["identity"]}
+            identity = {**index["identity"]}  # a TypeError where it is no mapping
             state = RunState.from_json(index["state"])
             files = {
                 name: (int(size), int(checksum))
@@ -241,14 +236,10 @@ class Checkpoints:
                 fingerprints[file.name] = (file.stat().st_size, _crc32(file))
         except OSError as error:
             failure = error
-        of_ranks: list[Any] = [(fingerprints, failure)]
-        if self.fabric.world_size > 1:
-            of_ranks = [None] * self.fabric.world_size
-            torch.distributed.all_gather_object(of_ranks, (fingerprints, failure))
         joined: dict[str, tuple[int, int]] = {}
-        for part, failure in of_ranks:
-            if failure is not None:
-                raise failure
+        for part, error_of_rank in gather_from_ranks(self.fabric, (fingerprints, failure)):
+            if error_of_rank is not None:
+                raise error_of_rank
             joined |= part
         return joined
 
@@ -257,7 +248,7 @@ class Checkpoints:
 
         One that was to be replaced gets its name back where it was not.
         """
-        for replaced in self.folder.glob(f"step-*{_REPLACED_SUFFIX}"):
+        for replaced in self.folder.glob(f"step-*{REPLACED_SUFFIX}"):
             path = replaced.with_suffix("")
             if path.exists():
                 shutil.rmtree(replaced)

@@ -37,7 +37,7 @@ def evaluate_examples(
         task: its `evaluate` gives each example's metrics.
         dataset: a validation set.
         indices: the examples, the same on every rank.
-        batch: examples of all ranks at once.
+        batch: examples of a rank at once.
         should_stop: asked before each batch; the same answer on every rank.
 
     Raises:
@@ -45,17 +45,16 @@ def evaluate_examples(
     """
     # Every rank evaluates the same number of full batches (FSDP's ranks must call the model
     # together): index -1 marks padding, whose weight is 0.
-    rank_batch = -(-batch // fabric.world_size)
-    rounds = -(-len(indices) // (rank_batch * fabric.world_size))
+    rounds = -(-len(indices) // (batch * fabric.world_size))
     rank_indices = indices[fabric.global_rank :: fabric.world_size]
-    rank_indices += [-1] * (rounds * rank_batch - len(rank_indices))
+    rank_indices += [-1] * (rounds * batch - len(rank_indices))
 
     sums: dict[str, Tensor] = {}
     with evaluation_mode(model):
-        for start in range(0, len(rank_indices), rank_batch):
+        for start in range(0, len(rank_indices), batch):
             if should_stop():
                 raise EvaluationStopped
-            chosen = rank_indices[start : start + rank_batch]
+            chosen = rank_indices[start : start + batch]
             padded = [max(index, 0) for index in chosen]
             examples = fabric.to_device(default_collate([dataset[index] for index in padded]))
             weight = torch.tensor([index >= 0 for index in chosen], device=fabric.device)

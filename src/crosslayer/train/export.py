@@ -3,7 +3,6 @@ generate` read.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
-from ..files import UNFINISHED_SUFFIX, atomic_replace, expand_place
+from ..files import UNFINISHED_SUFFIX, expand_place, replace_folder
 from .parallel import run_on_rank_zero
 from .trainer import Trainer
 from .weight_averages import averaged_weights
@@ -62,7 +61,6 @@ def export_model(
 
     def write() -> None:
         temporary = folder.with_name(folder.name + UNFINISHED_SUFFIX)
-        old = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(temporary, ignore_errors=True)
         is_new = tokenizer is not None and tokenizer_source is None
         if is_new:
@@ -72,11 +70,7 @@ def export_model(
             _write_tokenizer(tokenizer, temporary)
         elif tokenizer_source is not None:
             copy_tokenizer(expand_place(tokenizer_source), temporary)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(folder, old)
-        atomic_replace(temporary, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(temporary, folder)
 
     run_on_rank_zero(fabric, write)
 

@@ -242,6 +242,15 @@ def let_ddp_skip_parameters(fabric: Fabric, model: nn.Module, loss: Tensor) -> N
     fabric.strategy._ddp_kwargs["find_unused_parameters"] = on_ranks.item() > 0
 
 
+def gather_from_ranks(fabric: Fabric, value: Any) -> list[Any]:
+    """The value of every rank, on every rank."""
+    if fabric.world_size == 1:
+        return [value]
+    of_ranks: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(of_ranks, value)
+    return of_ranks
+
+
 def check_same_on_ranks(fabric: Fabric, identity: dict[str, Any]) -> None:
     """Raise a ValueError on every rank where one would train another run than rank 0.
 
@@ -249,10 +258,7 @@ def check_same_on_ranks(fabric: Fabric, identity: dict[str, Any]) -> None:
         fabric: launched.
         identity: of this rank's run.
     """
-    if fabric.world_size == 1:
-        return
-    of_ranks: list[Any] = [None] * fabric.world_size
-    torch.distributed.all_gather_object(of_ranks, identity)
+    of_ranks = gather_from_ranks(fabric, identity)
     for rank, other in enumerate(of_ranks):
         difference = first_difference(of_ranks[0], other, PLACES_OF_DATA)
         if difference:

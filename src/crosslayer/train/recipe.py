@@ -51,9 +51,6 @@ class Arm:
     paper: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return self.name
-
     @classmethod
     def from_row(cls, row: str | dict[str, Any]) -> "Arm":
         """The arm of a connection's spec, or of a mapping in a recipe.

@@ -247,7 +247,8 @@ def _rate_notes(comparison: Comparison) -> list[str]:
     for arm in comparison.recipe.arms:
         trials = sorted(comparison.rate_trials(arm).items())
         losses = ", ".join(f"{format_loss(loss)} at {factor:g} ×" for factor, loss in trials)
-        notes.append(f"{arm.name}: {losses}.")
+        if losses:
+            notes.append(f"{arm.name}: {losses}.")
     return notes
 
 
@@ -289,42 +290,10 @@ def _most_seeds(rows: list[TableRow]) -> int:
 def scope_notes(comparison: Comparison) -> list[str]:
     """What a comparison of this size can and cannot tell."""
     rows = result_table(comparison)
-    recipe = comparison.recipe
     if not rows:
         return []
-    of_arms = [recipe.settings(arm) for arm in comparison.arms]
-    amounts = [settings.optimization.steps * settings.data.batch for settings in of_arms]
-    unit = recipe.task.unit
-    if unit == "tokens":
-        contexts = [settings.data.context for settings in of_arms]
-        amounts = [amount * length for amount, length in zip(amounts, contexts, strict=True)]
-        unit = _sequence_unit(comparison)
-    backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
-    size = f"{range_text(amounts)} {unit} and {range_text(backbones)} parameters"
-    open_questions = [f"whether a difference lasts beyond {size}"]
-    open_questions += _open_rates(comparison, of_arms)
-    scales = {settings.optimization.connection_lr_scale for settings in of_arms}
-    if scales == {1} and any(row.extra for row in rows):
-        open_questions.append(
-            "the connections' own parameters at a lower learning rate than the others "
-            "(--connection-lr-scale 0.1)"
-        )
-    if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
-        open_questions.append(
-            "whether a gain lasts where the embeddings learn faster than other weights "
-            "(--embedding-lr-scale 50)"
-        )
-    warmup = min(warmup_steps(settings.optimization) for settings in of_arms)
-    if warmup < _SHORT_WARMUP:
-        open_questions.append(
-            f"whether a gain lasts with a longer warm-up than {_steps_text(warmup)} (--warmup)"
-        )
-    if _most_seeds(rows) == 1:
-        open_questions.append(
-            "which of two close arms is better, as one seed has no interval (--seeds 3)"
-        )
     scope = "This comparison can show an effect that is large from the start. Not tested: "
-    notes = [f"{scope}{'; '.join(open_questions)}."]
+    notes = [f"{scope}{'; '.join(_open_questions(comparison, rows))}."]
     differing = differing_options(comparison)
     if differing:
         notes.append(f"The arms differ in options too: {describe_options(differing)}.")
@@ -334,6 +303,43 @@ def scope_notes(comparison: Comparison) -> list[str]:
     elif _RATE_OPTIONS & differing.keys():
         rates_text = "each arm at its given rate"
     return notes + _interval_notes(rows, rates_text)
+
+
+def _open_questions(comparison: Comparison, rows: list[TableRow]) -> list[str]:
+    """What a comparison leaves open. rows: its table."""
+    recipe = comparison.recipe
+    of_arms = [recipe.settings(arm) for arm in comparison.arms]
+    amounts = [settings.optimization.steps * settings.data.batch for settings in of_arms]
+    unit = recipe.task.unit
+    if unit == "tokens":
+        contexts = [settings.data.context for settings in of_arms]
+        amounts = [amount * length for amount, length in zip(amounts, contexts, strict=True)]
+        unit = _sequence_unit(comparison)
+    backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
+    size = f"{range_text(amounts)} {unit} and {range_text(backbones)} parameters"
+    questions = [f"whether a difference lasts beyond {size}"]
+    questions += _open_rates(comparison, of_arms)
+    scales = {settings.optimization.connection_lr_scale for settings in of_arms}
+    if scales == {1} and any(row.extra for row in rows):
+        questions.append(
+            "the connections' own parameters at a lower learning rate than the others "
+            "(--connection-lr-scale 0.1)"
+        )
+    if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
+        questions.append(
+            "whether a gain lasts where the embeddings learn faster than other weights "
+            "(--embedding-lr-scale 50)"
+        )
+    warmup = min(warmup_steps(settings.optimization) for settings in of_arms)
+    if warmup < _SHORT_WARMUP:
+        questions.append(
+            f"whether a gain lasts with a longer warm-up than {_steps_text(warmup)} (--warmup)"
+        )
+    if _most_seeds(rows) == 1:
+        questions.append(
+            "which of two close arms is better, as one seed has no interval (--seeds 3)"
+        )
+    return questions
 
 
 def _has_slow_embeddings(settings: Settings) -> bool:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric import Fabric
-
 from ..run_folders import KEPT_MODELS_FOLDER
 from .callbacks import KeepModels, LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
 from .identity import run_identity
@@ -16,12 +14,6 @@ from .run_state import StepResult
 from .settings import Settings
 from .task import LANGUAGE_TASK, Examples, TrainingTask, build_model, check_vocab
 from .trainer import Callback, Trainer
-
-
-def launch_run(settings: Settings, arm: Arm, folder: Path | None = None) -> Fabric:
-    """Fabric with the loggers of a run."""
-    loggers = make_loggers(settings.engine.loggers, folder or Path(), arm.name)
-    return launch_fabric(settings.engine, loggers)
 
 
 def train_arm(
@@ -53,7 +45,7 @@ def train_arm(
     """
     engine = settings.engine
     check_vocab(settings.model, examples)
-    fabric = launch_run(settings, arm, folder)
+    fabric = launch_fabric(engine, make_loggers(engine.loggers, folder or Path(), arm.name))
     check_same_on_ranks(fabric, run_identity(settings, arm.connection, seed, examples.digest))
     callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]
     if engine.diagnostics_every > 0:

@@ -136,7 +136,7 @@ class RunResult:
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
         inference_speed: examples per second over all ranks, in the fastest evaluation; None in
-            results of version 0.1.0.
+            older results.
         method_code: `code_digest` of the connection when the run began; empty in older results.
         execution: `EXECUTION_OPTIONS` with their values, and the number of "processes", which older
             results lack; empty in still older ones.
@@ -164,7 +164,7 @@ class RunResult:
 def check_sizes(result: dict[str, Any]) -> None:
     """Raise a ValueError for a size or a speed in a result that is not positive."""
     for name in ("parameters", "tokens_per_second"):
-        value = result.get(name, 1)  # older results have fewer
+        value = result.get(name, 1)  # a run without a result has neither
         if not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"{name} must be positive, got {value!r}")
 

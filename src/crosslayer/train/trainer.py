@@ -362,8 +362,6 @@ class Trainer:
             RunDiverged: the loss of a validation set is non-finite.
             EvaluationStopped: `should_stop` said so.
         """
-        # as many at once as a training step has in memory
-        batch = -(-self.settings.data.batch // self.settings.engine.accumulate)
         evaluation = {}
         with averaged_weights(self.model, self.optimizers):
             start = time.perf_counter()
@@ -374,7 +372,7 @@ class Trainer:
                     self.task,
                     dataset,
                     self._eval_indices[name],
-                    batch,
+                    self._micro_batch,  # as many at once as a training step has in memory
                     should_stop,
                 )
             speed = sum(map(len, self._eval_indices.values())) / (time.perf_counter() - start)

@@ -65,7 +65,7 @@ def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> FigurePanels:
     for stream in range(min(maps[-1].shape[0], MOST_STREAMS)):
         rows = [
             (label, values[stream])
-            for label, values in zip(unfolded.sites, maps, strict=True)
+            for label, values in zip(unfolded.sources[1:], maps, strict=True)
             if stream < len(values)
         ]
         draw = partial(

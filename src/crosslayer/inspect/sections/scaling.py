@@ -206,7 +206,8 @@ def _expert_panels(runs: GroupedRuns) -> FigurePanels:
 
 def _task_size_panels(runs: GroupedRuns) -> FigurePanels:
     tasks = shared_tasks(runs.groups)
-    groups = [g for g in runs.groups if math.isfinite(mean_accuracy(g, tasks))]
+    evaluated = [group for group in runs.groups if math.isfinite(mean_accuracy(group, tasks))]
+    groups = [group for group in evaluated if math.isfinite(group.size)]  # of finished runs
     if len(groups) < 2:
         return []
     lines = []

@@ -33,7 +33,7 @@ class Section(ReportPicture):
         analyses: the names in `inspection.ANALYSES` of those that the picture needs.
         draw_panels: the panels for the models that have all of these analyses; empty where there
             is nothing to draw.
-        is_standard: drawn where `--sections` names none. Not what takes many passes.
+        is_standard: drawn where `--sections` names none.
     """
 
     analyses: tuple[str, ...]

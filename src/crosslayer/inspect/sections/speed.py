@@ -14,7 +14,7 @@ from .section import FigurePanels
 from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines, split_data
 
 # a number of the result, a title, and the name of an axis
-SPEEDS = (
+_SPEEDS = (
     ("tokens_per_second", "training speed", "training, tokens (images) per second"),
     ("inference_speed", "inference speed", "inference, examples per second"),
 )
@@ -29,22 +29,31 @@ def _speed_panels(runs: GroupedRuns) -> FigurePanels:
     baseline = next((g for g in groups if g.first.connection == "prenorm"), groups[0])
     depths = {describe_depth(group) for group in groups}
     panels: FigurePanels = []
-    for speed, name, _ in SPEEDS:
+    for speed, name, _ in _SPEEDS:
         unit = baseline.mean(speed)
         known = [group for group in groups if math.isfinite(group.mean(speed))]
         if len(known) < 2 or not unit > 0:
             continue
         lines = series_lines(
             known,
-            lambda group, speed=speed, unit=unit: group.mean(speed) / unit,  # type: ignore[misc]
+            partial(_relative_speed, speed, unit),
             key,
-            lambda group: describe_depth(group).split()[0] if len(depths) > 1 else "",
+            partial(_depth_note, len(depths) > 1),
         )
         draw = partial(
             draw_line_series, lines=lines, axis_titles=(f"{name}, {baseline.label} = 1", y_name)
         )
         panels.append((name, draw))
     return panels
+
+
+def _relative_speed(speed: str, unit: float, group: RunGroup) -> float:
+    return group.mean(speed) / unit
+
+
+def _depth_note(are_several: bool, group: RunGroup) -> str:
+    """The number of layers, where the groups have several."""
+    return str(group.first.settings.get("layers", "?")) if are_several else ""
 
 
 def _connection_options(group: RunGroup) -> dict[str, Any]:
@@ -109,7 +118,7 @@ def _panels_of_option(
 ) -> FigurePanels:
     key, y_name = loss_measure(groups)
     panels: FigurePanels = []
-    for measure, title, axis in ((key, y_name, y_name), *SPEEDS):
+    for measure, title, axis in ((key, y_name, y_name), *_SPEEDS):
         lines = []
         for number, (label, row) in enumerate(rows.items()):
             known = [group for group in row if group.values(measure)]

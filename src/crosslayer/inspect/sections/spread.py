@@ -44,7 +44,7 @@ _MATRICES: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
     draw_distances: _distance_matrix,
 }
 # The argument that has a name and values, a pair a line.
-LINES: dict[Any, str] = {
+_LINE_ARGUMENTS: dict[Any, str] = {
     draw_lines: "lines",
     draw_ablation: "models",
     draw_block_ablation: "models",
@@ -89,8 +89,8 @@ def _spread_panels(title: str, draw: DrawPanel, of_seeds: list[DrawPanel]) -> Fi
         if draw.func is draw_matrix:
             draw = partial(draw, values=combine_values(values, seed_mean))
         return [(title, draw), (f"{title}, deviation over {len(values)} seeds", deviation)]
-    if draw.func in LINES:
-        key = LINES[draw.func]
+    if draw.func in _LINE_ARGUMENTS:
+        key = _LINE_ARGUMENTS[draw.func]
         return [(title, _draw_bands(draw, key, [seed[key] for seed in arguments]))]
     return [(title, draw)]
 
