@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import crosslayer
 from crosslayer.cli import main as cli_main
 from crosslayer.cli.main import main
-from tests.support.bad_inputs import cases, options_of, run_case, specs
+from tests.support.bad_inputs import Case, cases, options_of, run_case, specs
 from tests.support.scenes import SCENES, write_inputs
 
 SECONDS = 60  # that a case may take: most take less than one
@@ -43,6 +43,8 @@ CASES = dict.fromkeys(SCENES, 40) | {"compare": 20}
 def check_cases(name: str, number: int, inputs, root) -> None:
     """Run generated cases of a scene."""
     count = 0
+    unchanged = run_case(Case(list(SCENES[name].words)), inputs, root / "unchanged", SECONDS)
+    assert unchanged.kind == "succeeded", unchanged.text
 
     @generated(number)
     @given(cases(name, options_of(name)))

@@ -106,7 +106,9 @@ def test_dtype(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert run_command(capsys, "convert", folder, out, "--dtype", "bfloat16")[0] == 0
     assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
-    assert generate(capsys, out, "hello", "--dtype", "float32", "--max-new-tokens", 2)
+    model = crosslayer.from_pretrained(out, dtype=torch.float32)
+    text = greedy_text(model, open_tokenizer(out), "hello", 12)
+    assert generate(capsys, out, "hello", "--dtype", "float32", "--max-new-tokens", 12) == text
 
 
 def test_sampling_depends_on_the_seed(folder, capsys):
@@ -183,9 +185,11 @@ def test_another_tokenizer(connected, folder, capsys):
         and "has no tokenizer; copy that of the original" in error
         and "--tokenizer" in error
     )
+    model = crosslayer.from_pretrained(connected)
+    expected = greedy_text(model, open_tokenizer(folder), "hello", 3)
     for tokenizer in (folder, folder / "tokenizer.json"):
         options = ["--tokenizer", tokenizer, "--max-new-tokens", 3]
-        assert generate(capsys, connected, "hello", *options)
+        assert generate(capsys, connected, "hello", *options) == expected
 
 
 def test_an_empty_tokenizer_of_the_models_type_is_none(tmp_path, capsys):

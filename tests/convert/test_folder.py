@@ -247,6 +247,7 @@ def test_nothing_is_written_of_a_model_with_a_sliding_window(checkpoint, tmp_pat
     model.config.use_sliding_window = True
     with pytest.raises(ValueError, match="cannot represent use_sliding_window=True"):
         save_published(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_written_of_another_rope(checkpoint, tmp_path):

@@ -500,7 +500,7 @@ def test_the_columns_of_the_command(monkeypatch, capsys):
 def test_the_estimate_of_a_tiny_model_is_not_rounded_to_nothing(capsys):
     assert main(["cost", *SIZES, "--arms", "prenorm", "hyper"]) == 0
     printed = capsys.readouterr().out
-    assert not re.search(r"[ +]0(\.0+)?( ms| GiB| MiB|  )", printed.split("hyper", 1)[1])
+    assert not re.search(r"[ +]0(\.0+)?( ms| GiB| MiB| │)", printed.split("hyper", 1)[1])
 
 
 @pytest.mark.parametrize(

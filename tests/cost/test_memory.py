@@ -29,7 +29,6 @@ from tests.support.one_rank import one_rank_mesh
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 LAYERS, DIM, BATCH, CONTEXT = 24, 2048, 8, 2048
 STATE_BYTES = 4 * DIM * BATCH * CONTEXT * 2  # of four streams
-pytestmark = pytest.mark.filterwarnings("ignore:mgr")
 
 
 def real_config(vocab: int = 32000):

@@ -128,12 +128,22 @@ def test_damaged_corpora(folder, tmp_path, name, data):
     one_line("data", "prepare", str(tmp_path / name), "--out", str(out))
 
 
+TOKENIZER_CONFIG = {"eos_token": {"content": "</s>"}}
+
+
+@pytest.mark.slow
+def test_the_tokenizer_that_is_not_damaged(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(to_json(TOKENIZER))
+    (tmp_path / "tokenizer_config.json").write_bytes(to_json(TOKENIZER_CONFIG))
+    command = ["data", "prepare", str(folder / "good.txt"), "--tokenizer", str(tmp_path)]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+
+
 @pytest.mark.slow
 @generated
 @given(data=st.data())
 def test_damaged_tokenizers(folder, tmp_path, data):
-    config = {"eos_token": {"content": "</s>"}}
-    files = {"tokenizer.json": TOKENIZER, "tokenizer_config.json": config}
+    files = {"tokenizer.json": TOKENIZER, "tokenizer_config.json": TOKENIZER_CONFIG}
     for name, value in files.items():
         content = to_json(data.draw(damaged_json(value)))
         if data.draw(st.booleans()):

@@ -81,7 +81,7 @@ def test_window_bounds(stories):
         with pytest.raises(IndexError, match=r"tokens .* of"):
             windows[index]
     for start, length in ((-1, 2), (0, len(windows.tokens) + 1), (len(windows.tokens), 1), (3, -1)):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=r"tokens .* of"):
             windows.tokens.window(start, length)
 
 

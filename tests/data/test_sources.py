@@ -332,7 +332,7 @@ def test_a_folder_that_datasets_has_saved(tmp_path):
     assert 'no column "text"; its columns: content' in error_of(tmp_path / "bare")
 
 
-def test_a_name_on_the_hub(tmp_path):
+def test_a_name_on_the_hub():
     rows = {"train": [{"text": "a"}, {"text": "b"}], "test": [{"text": "c"}]}
     save_dataset(Path(datasets.config.HF_DATASETS_CACHE), "org/some-texts", "plain", rows)
     assert texts("datasets:org/some-texts,plain") == ["a", "b"]

@@ -1,5 +1,6 @@
 """Small host models of every family, connected, and which family is tested with which method."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,6 +93,16 @@ def parametrize_cells(cells: list[tuple[Any, ...]], *others: str) -> Any:
         is_fast = spec in STATES if family == "llama" else family in KINDS and spec == "mudd"
         parameters.append(pytest.param(*cell, marks=[] if is_fast else pytest.mark.slow))
     return pytest.mark.parametrize(("family", "spec", *others), parameters)
+
+
+def equal_lists(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether they have the same number of tensors, and equal ones."""
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def attributes_of(part: Any) -> dict[str, Any]:
+    """A part's attributes, of which dicts (its modules, parameters, hooks) are copies."""
+    return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(part).items()}
 
 
 def build(family: str, **options: Any) -> Any:

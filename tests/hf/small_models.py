@@ -15,7 +15,6 @@ from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.family_sizes import DROPPED, LAYERS, NESTED_SIZES, ROWS, SIZES, TOWERS
 
 MAX_PARAMETERS = 5e7
-VOCABULARY = SIZES["vocab_size"]
 IMAGE = SIZES["image_size"]
 PATCH = SIZES["patch_size"]
 PATCHES = (IMAGE // PATCH) ** 2

@@ -16,15 +16,17 @@ import crosslayer
 from crosslayer import Connection
 from crosslayer.connection import PRENORM_FUNCTIONS
 from crosslayer.hf.config import make_config, make_language_model
-from crosslayer.testing.tiny_model import TESTED_SPECS, perturb_weights
+from crosslayer.testing.tiny_model import TESTED_SPECS, equal_tensors, perturb_weights
 from tests.hf.backbones import (
     FAMILIES,
     KINDS,
     METHODS,
+    attributes_of,
     build,
     connected,
     each_family,
     each_kind,
+    equal_lists,
     gradients,
     ids,
     is_refused,
@@ -385,14 +387,14 @@ def test_inductor_gives_the_same_gradients(family, spec):
 )
 def test_a_wrong_spec_leaves_the_model_unchanged(spec, message):
     model = llama()
-    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    attributes = {name: attributes_of(module) for name, module in model.named_modules()}
     keys = list(model.state_dict())
     types = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(model, spec)
     assert keys == list(model.state_dict())
     assert types == [type(module) for module in model.modules()]
-    assert attributes == {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert attributes == {name: attributes_of(module) for name, module in model.named_modules()}
     assert not hasattr(model.config, "crosslayer")
 
 
@@ -404,18 +406,20 @@ def test_an_error_halfway_leaves_the_model_unchanged(damage, monkeypatch):
 
     def snapshot() -> list:
         parts = [*model.modules(), model.config]
-        attributes = [
-            {k: dict(v) if isinstance(v, dict) else v for k, v in vars(part).items()}
-            for part in parts
-        ]
-        return [[type(part) for part in parts], attributes]
+        return [[type(part) for part in parts], [attributes_of(part) for part in parts]]
 
     before = snapshot()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    error, spec = {
+        "a warning": (UserWarning, "hyper(output_scale='1/n')"),
+        "an error": (NameError, "mudd"),
+    }[damage]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises((UserWarning, NameError)):
-            crosslayer.connect(model, "postnorm" if damage == "a warning" else "mudd")
+        with pytest.raises(error):
+            crosslayer.connect(model, spec)
     assert snapshot() == before
+    assert equal_tensors(dict(model.named_parameters()), weights)
 
 
 def test_the_signature_is_the_hosts():
@@ -433,7 +437,7 @@ def test_fewer_layers_than_were_built(spec):
     assert torch.equal(output(model, "llama"), output(plain, "llama"))
     states = model(ids(), output_hidden_states=True).hidden_states
     expected = plain(ids(), output_hidden_states=True).hidden_states
-    assert all(map(torch.equal, states, expected))
+    assert equal_lists(states, expected)
 
 
 def test_a_model_without_layers_of_one_width_is_refused():

@@ -14,7 +14,7 @@ import crosslayer
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import own_connection
 from crosslayer.testing.tiny_model import perturb_weights
-from tests.hf.backbones import SIZES, ids
+from tests.hf.backbones import SIZES, equal_lists, ids
 
 SMALL = {key: size for key, size in SIZES.items() if not key.endswith("token_id")}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0}
@@ -160,7 +160,7 @@ def test_hidden_states_that_the_config_asks_for(host):
     plain.config.output_hidden_states = True
     model = connect_as_it_is(plain)
     expected = plain(**inputs).hidden_states
-    assert all(map(torch.equal, model(**inputs).hidden_states, expected))
+    assert equal_lists(model(**inputs).hidden_states, expected)
     backbones = plain.base_model, model.base_model
     without, connected_without = (b(ids(), output_hidden_states=None) for b in backbones)
     assert (without.hidden_states is None) == (connected_without.hidden_states is None)
@@ -173,7 +173,7 @@ def test_hidden_states_that_are_asked_for_by_position():
     names = list(inspect.signature(plain.base_model.forward).parameters)
     assert names.index("output_hidden_states") == len(arguments) - 1
     expected = plain.base_model(*arguments).hidden_states
-    assert all(map(torch.equal, model.base_model(*arguments).hidden_states, expected))
+    assert equal_lists(model.base_model(*arguments).hidden_states, expected)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.hf.backbones import (
     checkpoint,
     connected,
     each_family,
+    equal_lists,
     ids,
     inputs,
     llama,
@@ -141,7 +142,8 @@ def test_selected_hidden_states():
     selection = model(ids(), output_hidden_states=[1, 2]).hidden_states
     selected = [state for state in selection if state is not None]
     assert len(selected) == 2
-    assert all(any(torch.equal(state, other) for other in all_states) for state in selected)
+    places = [[torch.equal(state, other) for other in all_states].index(True) for state in selected]
+    assert places == [1, 2]
 
 
 def test_hidden_states_have_gradients_and_survive_checkpointing():
@@ -149,7 +151,7 @@ def test_hidden_states_have_gradients_and_survive_checkpointing():
     expected = model(ids(), output_hidden_states=True).hidden_states
     checkpoint(model, "llama")
     hidden_states = model(ids(), output_hidden_states=True).hidden_states
-    assert all(map(torch.equal, hidden_states, expected))
+    assert equal_lists(hidden_states, expected)
     hidden_states[2].sum().backward()
     assert model.model.layers[0].mlp.down_proj.weight.grad is not None
     assert model.model.layers[2].mlp.down_proj.weight.grad is None

@@ -243,8 +243,8 @@ def test_the_report_has_every_picture_and_number(report):
     # of single models at no known step, and of a text without groups
     of_groups = {"classes", "steps", "step_numbers"}
     assert set(pictures) == {section.name for section in SECTIONS} - of_groups
-    for path in (report / "figures").glob("*.png"):
-        assert path.stat().st_size > 5_000
+    sizes = {path.stem: path.stat().st_size for path in (report / "figures").glob("*.png")}
+    assert sizes.keys() == set(pictures) and min(sizes.values()) > 5_000
 
 
 def test_only_what_the_sections_need_is_run():

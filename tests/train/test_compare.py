@@ -355,7 +355,10 @@ def test_muon_takes_the_layers_matrices_alone():
     assert {names[p] for group in adamw.param_groups for p in group["params"]} == set(
         names.values()
     ) - taken
-    assert {group["lr"] for group in muon.param_groups} == {0.5}
+    (group,) = muon.param_groups
+    optimization = settings.optimization
+    assert (group["lr"], group["weight_decay"]) == (0.5, optimization.weight_decay)
+    assert group["momentum"] == optimization.momentum
 
 
 def test_stopped_and_started_again(tiny, tmp_path):
