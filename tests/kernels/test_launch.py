@@ -283,6 +283,13 @@ SINGLE_PASS = empty(2, 64), empty(64), empty(2), None, empty(2)  # H, y, beta, r
         ("write_norm_project", (*ONE_WRITE, torch.empty(64, 128)), True),
         ("write_norm_project", (*ONE_WRITE, torch.empty(64, 129)), False),
         ("write_norm_project", (empty(4, 64), None, None, torch.empty(256, 128)), True),
+        ("write_norm_project", (empty(16, 64), None, None, torch.empty(64, 33)), True),
+        ("write_norm_project", (empty(16, 64), None, None, torch.empty(64, 65)), False),
+        ("write_norm_project", (empty(32, 64), None, None, torch.empty(64, 33)), False),
+        ("depth_attention", ((empty(8),) * 256, None), True),
+        ("depth_attention", ((empty(8),) * 257, None), False),
+        ("gate_pool", ((empty(8),) * 16, None), True),
+        ("gate_pool", ((empty(8),) * 17, None), False),
         ("write_norm_project", (empty(5, 64), None, None, torch.empty(320, 65)), False),
     ],
 )

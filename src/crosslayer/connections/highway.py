@@ -71,7 +71,8 @@ class Highway(Connection[Carried]):
         return (state.h,)
 
     def mixing_weights(self, state: Carried) -> MixingWeights:
-        write = one = identity_weights(1, upcast(state.h))
+        one = identity_weights(1, upcast(state.h))
+        write = one
         if state.g is not None:
             gate = state.g[..., None, None, :]
             write = join_columns(1 - gate, gate)

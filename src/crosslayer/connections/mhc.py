@@ -236,7 +236,8 @@ class MHC(FusedNormConnection[Manifold]):
         if self.is_readout:
             return pre, None, None
         post = self.magnitude * others[0].sigmoid() + self.post_eps
-        return pre, post, self.residual_matrix(others[1]) if self.mixes_streams else None
+        R = self.residual_matrix(others[1]) if self.mixes_streams else None
+        return pre, post, R
 
     def logits(self, z: Tensor) -> list[Tensor]:
         """Those of pre and post [B T n] and of R [B T n·n], where the site has them."""

@@ -31,9 +31,9 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
 from ..ops import expand_to_streams, width_connection, write_norm_project
+from ..validation import check_positive
 from ._streams import (
     Streams,
-    check_stream_count,
     read_sum,
     shared_write,
     streams_memory_traffic,
@@ -60,7 +60,7 @@ class MHCLite(FusedNormConnection[Streams]):
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 4):
         super().__init__(site, dim, norm)
-        check_stream_count(streams)
+        check_positive(streams=streams)
         if streams > 5:
             raise ValueError(
                 f"streams must be at most 5, because n! permutations are mixed, got {streams}"

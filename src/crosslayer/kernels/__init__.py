@@ -22,10 +22,11 @@ loads of sources and streams), `split_products` (float32 products on tensor core
 
 from ..ops.dispatch import register_kernel
 from ..ops.sinkhorn import sums_stay_positive
+from . import attention, gate, mix
 from .attention import depth_attention
 from .gate import gate_pool
 from .hyper import fits_program, hyper_connection
-from .mix import depth_mix, has_few_sources
+from .mix import depth_mix
 from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
 from .single_pass import fits_program_and_dtype, single_pass_connection
@@ -33,9 +34,9 @@ from .sinkhorn import sinkhorn
 from .streams import norms_before_rounding, width_connection
 
 register_kernel("add_norm", add_norm)
-register_kernel("depth_attention", depth_attention)
-register_kernel("depth_mix", depth_mix, supports=has_few_sources)
-register_kernel("gate_pool", gate_pool)
+register_kernel("depth_attention", depth_attention, supports=attention.has_few_sources)
+register_kernel("depth_mix", depth_mix, supports=mix.has_few_sources)
+register_kernel("gate_pool", gate_pool, supports=gate.has_few_streams)
 register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)

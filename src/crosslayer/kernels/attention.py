@@ -37,11 +37,12 @@ from .fused_norm import (
     add_affine_partial_sums,
     empty_affine_partial_sums,
     load_affine,
+    load_parameter,
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
+    norm_row,
     norm_rows_backward,
-    normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
@@ -51,6 +52,14 @@ from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
 # Sources of which one launch computes the gradients.
 MOST_GRADIENTS = 16
+# A launch of the forward pass takes a pointer for each, and drivers before R530 take 4 KiB of
+# arguments.
+MOST_SOURCES = 256
+
+
+def has_few_sources(X: tuple[Tensor, ...], *arguments: Any, **named_arguments: Any) -> bool:
+    """Whether the kernel supports as many sources."""
+    return len(X) <= MOST_SOURCES
 
 
 def depth_attention(
@@ -64,7 +73,7 @@ def depth_attention(
     return out, pass_sources_on(X, passed)
 
 
-def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0) -> tuple[int, int]:
+def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int) -> tuple[int, int]:
     """Bytes that forward and backward must move. Every source has a later reader.
 
     Args:
@@ -183,8 +192,7 @@ def depth_attention_forward(
         if saved is not None:
             tl.store(saved + row, mean.to(saved.dtype.element_ty), mask=d < D)
         if weight is not None:
-            mean, _ = normalise_row(mean, d, D, norm_eps, CENTRED)
-            mean = mean * w + b
+            mean = norm_row(mean, w, b, d, D, norm_eps, CENTRED)
         tl.store(out + t * D + d, mean.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -199,7 +207,7 @@ def depth_attention_backward(
     query = tl.load(q + d, mask=d < D, other=0.0)
     dquery = tl.zeros([BLOCK], tl.float32)
     if weight is not None:
-        w, _ = load_affine(weight, None, d, D)
+        w = load_parameter(weight, d, D)
     if dweight is not None:
         dw = tl.zeros([BLOCK], tl.float32)
         db = tl.zeros([BLOCK], tl.float32)
@@ -257,7 +265,7 @@ def _depth_attention(
     block = launch.block_size(D)
     launch.launch_kernel(
         depth_attention_forward, (launch.program_count(N, q),),
-        pad_sources(X), q, *weight_and_bias(affine), out, *_first_or_none(saved), z, rstd, lse,
+        pad_sources(X), q, *weight_and_bias(affine), out, _first_or_none(saved), z, rstd, lse,
         N, D, len(X), eps, norm_eps,
         L=bucket_size(len(X)), GROUP=min(8, bucket_size(len(X))), CENTRED=centred, BLOCK=block,
         num_warps=launch.warp_count(block),
@@ -306,7 +314,7 @@ def _depth_attention_backward(
         bucket = bucket_size(end - begin)
         launch.launch_kernel(
             depth_attention_backward, (programs,),
-            pad_sources(X[begin:end]), q, weight_and_bias(affine)[0], *_first_or_none(saved), z,
+            pad_sources(X[begin:end]), q, weight_and_bias(affine)[0], _first_or_none(saved), z,
             rstd, lse, dout, pad_sources(later[begin:end]), pad_sources(dX[begin:end]), dq_part,
             *weight_and_bias(daffine if begin == 0 else []), N, D, end - begin, begin, len(X),
             norm_eps,
@@ -316,9 +324,9 @@ def _depth_attention_backward(
     return dX, launch.add_partial_sums(dq, 0, 1), add_affine_partial_sums(daffine, affine)
 
 
-def _first_or_none(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def _first_or_none(tensors: Sequence[Tensor]) -> Tensor | None:
     """The only tensor of a list, or None for an empty one, as a kernel takes it."""
-    return list(tensors) or [None]
+    return tensors[0] if tensors else None
 
 
 @_depth_attention_backward.register_fake

@@ -29,22 +29,27 @@ def norm_backward_bytes(D: int, parameters: int) -> int:
 
 
 @triton.jit
-def normalise_row(x, d, D, eps, CENTRED: tl.constexpr):
-    """x̂ and r of a row, 0 beyond D."""
+def norm_row(x, w, b, d, D, eps, CENTRED: tl.constexpr):
+    """x̂·w + b of a row."""
     if CENTRED:
         x = tl.where(d < D, x - tl.sum(x, 0) / D, 0.0)
     r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    return x * r, r
+    return x * r * w + b
+
+
+@triton.jit
+def load_parameter(parameter, d, D):
+    """A norm's weight or bias."""
+    return tl.load(parameter + d, mask=d < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_affine(weight, bias, d, D):
     """A norm's weight and bias; the bias is 0 where it has none."""
-    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     b = 0.0
     if bias is not None:
-        b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
-    return w, b
+        b = load_parameter(bias, d, D)
+    return load_parameter(weight, d, D), b
 
 
 @triton.jit

@@ -34,17 +34,20 @@ from .fused_norm import (
     add_affine_partial_sums,
     empty_affine_partial_sums,
     load_affine,
+    load_parameter,
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
+    norm_row,
     norm_rows_backward,
-    normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
 from .library_op import LibraryOp
 from .row_sums import pick_number, repeat_conversion, sum_in_thread, sum_partial_sums, sum_rows
 from .sources import load_numbers, load_rows
+
+MOST_STREAMS = 16  # More compile for minutes: their rows are unrolled.
 
 
 def gate_pool(
@@ -63,8 +66,13 @@ def gate_pool(
     return tuple(gated), h, None if score is None else q
 
 
+def has_few_streams(S: tuple[Tensor, ...], *arguments: Any, **named_arguments: Any) -> bool:
+    """Whether the kernel supports as many streams."""
+    return len(S) <= MOST_STREAMS
+
+
 def memory_traffic_bytes(
-    N: int, D: int, n: int, size: int, scored: bool = True, parameters: int = 0
+    N: int, D: int, n: int, size: int, scored: bool, parameters: int
 ) -> tuple[int, int]:
     """Bytes that forward and backward must move.
 
@@ -144,8 +152,7 @@ def gate_pool_forward(
             pooled += p * repeat_conversion(gated[i])
         pooled = pooled / mass
         if weight is not None:
-            pooled, _ = normalise_row(pooled, d, D, norm_eps, CENTRED)
-            pooled = pooled * w + b
+            pooled = norm_row(pooled, w, b, d, D, norm_eps, CENTRED)
         tl.store(h + row, pooled.to(h.dtype.element_ty), mask=d < D)
 
 
@@ -216,7 +223,7 @@ def gate_pool_backward(
         score_query = tl.load(score + d, mask=d < D, other=0.0)
         dscore_query = tl.zeros([BLOCK], tl.float32)
     if weight is not None:
-        w, _ = load_affine(weight, None, d, D)
+        w = load_parameter(weight, d, D)
         dw = tl.zeros([BLOCK], tl.float32)
         db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -292,11 +299,7 @@ def _gate_pool(
     N = launch.token_count(y)
     D = y.shape[-1]
     block = launch.block_size(D)
-    out = [torch.empty_like(s) for s in S]
-    h = torch.empty_like(S[0])
-    z = torch.empty_like(beta)
-    rstd = torch.empty_like(beta)
-    q = beta.new_empty(0) if score is None else torch.empty_like(beta)
+    out, h, q, z, rstd = _empty_outputs(S, beta, score)
     launch.launch_kernel(
         gate_pool_forward, (launch.program_count(N, y),),
         S, y, beta, pool, pool if score is None else score, *weight_and_bias(affine),
@@ -310,7 +313,7 @@ def _gate_pool(
 
 
 @_gate_pool.register_fake
-def _(
+def _empty_outputs(
     S: Sequence[Tensor], beta: Tensor, score: Tensor | None
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     out = [s.new_empty(s.shape) for s in S]

@@ -34,11 +34,12 @@ from .fused_norm import (
     add_affine_partial_sums,
     empty_affine_partial_sums,
     load_affine,
+    load_parameter,
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
+    norm_row,
     norm_rows_backward,
-    normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
@@ -93,7 +94,7 @@ def fits_program(
 
 
 def memory_traffic_bytes(
-    N: int, D: int, n: int, size: int, pending: int = 1, inputs: int = 1, parameters: int = 0
+    N: int, D: int, n: int, size: int, pending: int, inputs: int, parameters: int
 ) -> tuple[int, int]:
     """Bytes that forward and backward must move.
 
@@ -225,8 +226,7 @@ def hyper_connection_forward(
         for c in tl.static_range(INPUTS):
             read = _mix_rows(rows, _pick(coefficients, c, K), BLOCK)
             if weight is not None:
-                read, _ = normalise_row(read, d, D, norm_eps, NORM_CENTRED)
-                read = read * w + b
+                read = norm_row(read, w, b, d, D, norm_eps, NORM_CENTRED)
             tl.store(x + (t * INPUTS + c) * D + d, read.to(x.dtype.element_ty), mask=d < D)
         for c in tl.static_range(n):
             mixed = _mix_rows(rows, _pick(coefficients, INPUTS + c, K), BLOCK)
@@ -244,7 +244,7 @@ def hyper_connection_backward(
     d = tl.arange(0, BLOCK)
     w_rows = _load_weight_rows(W, d, D, K)
     if weight is not None:
-        w, _ = load_affine(weight, None, d, D)
+        w = load_parameter(weight, d, D)
         dw = tl.zeros([BLOCK], tl.float32)
         db = tl.zeros([BLOCK], tl.float32)
     dw_rows = ()

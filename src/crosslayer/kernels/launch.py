@@ -59,6 +59,11 @@ def program_count(tokens: int, like: Tensor, per_processor: int = 4) -> int:
     return min(tokens, per_processor * processor_count(like))
 
 
+def token_split_count(tiles: int, pieces: int, like: Tensor) -> int:
+    """In how many splits tiles of tokens are summed, where each piece of a row has a program."""
+    return min(tiles, max(1, 4 * processor_count(like) // pieces))
+
+
 def split_count(programs: int, pieces: int, like: Tensor) -> int:
     """In how many splits a row of so many pieces is processed, if there are few programs.
 

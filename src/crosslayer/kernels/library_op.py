@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 # Of the arguments of an op: the length of each that is a list, None for any other.
 _Structure = list[int | None]
 
-Fake = TypeVar("Fake", bound=Callable[..., Any])
+_Fake = TypeVar("_Fake", bound=Callable[..., Any])
 
 
 class LibraryOp:
@@ -63,7 +63,7 @@ class LibraryOp:
             return self.overload(*inputs)
         return self._run_eagerly(*inputs)
 
-    def register_fake(self, fake: Fake) -> Fake:
+    def register_fake(self, fake: _Fake) -> _Fake:
         """Register a function that returns empty tensors like those that the op returns.
 
         The function takes the arguments that it needs alone, under the names they have in the op.

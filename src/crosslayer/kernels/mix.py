@@ -29,11 +29,12 @@ from .fused_norm import (
     add_affine_partial_sums,
     empty_affine_partial_sums,
     load_affine,
+    load_parameter,
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
+    norm_row,
     norm_rows_backward,
-    normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
@@ -61,22 +62,25 @@ def depth_mix(
     if outputs is None:
         outputs = tuple((c, None) for c in range(w.shape[-2]))
     norms = [norm for _, norm in outputs if norm is not None]
-    fuses = _can_fuse(X[0].shape[-1], w.shape[-2], norms)
-    normed_mixtures = tuple(c for c, norm in outputs if fuses and norm is not None)
-    _, eps, centred = norm_arguments(norms[0] if fuses else None)
-    affine = [parameter for norm in norms if fuses for parameter in norm_arguments(norm)[0]]
-    # The mixtures that the kernel stores.
-    plain = tuple(dict.fromkeys(c for c, norm in outputs if norm is None or not fuses))
+    if norms and not _can_fuse(X[0].shape[-1], w.shape[-2], norms):
+        # Each mixture is stored once. Its norms follow the kernel.
+        mixtures = tuple(dict.fromkeys(c for c, _ in outputs))
+        stored, passed = depth_mix(X, w, tuple((c, None) for c in mixtures))
+        mixed = dict(zip(mixtures, stored, strict=True))
+        return tuple(apply_norm(mixed[c], norm) for c, norm in outputs), passed
+    normed_mixtures = tuple(c for c, norm in outputs if norm is not None)
+    _, eps, centred = norm_arguments(norms[0] if norms else None)
+    affine: list[Tensor] = []
+    for norm in norms:
+        affine += norm_arguments(norm)[0]
+    plain = tuple(dict.fromkeys(c for c, norm in outputs if norm is None))  # that are stored
     results = run_function(
         _DepthMix, w.float(), plain, normed_mixtures, eps, centred, len(X), *X, *affine
     )
     mixed = dict(zip(plain, results, strict=False))
     normed = iter(results[len(plain) :])
-    returned = []
-    for c, norm in outputs:
-        is_fused = fuses and norm is not None
-        returned.append(next(normed) if is_fused else apply_norm(mixed[c], norm))
-    return tuple(returned), pass_sources_on(X, results[-len(X) :])
+    returned = tuple(mixed[c] if norm is None else next(normed) for c, norm in outputs)
+    return returned, pass_sources_on(X, results[-len(X) :])
 
 
 def _can_fuse(D: int, C: int, norms: Sequence[NormSpec]) -> bool:
@@ -94,10 +98,10 @@ def memory_traffic_bytes(
     L: int,
     C: int,
     size: int,
-    static: bool = False,
-    plain: int = 0,
-    normed: int = 0,
-    parameters: int = 0,
+    static: bool,
+    plain: int,
+    normed: int,
+    parameters: int,
 ) -> tuple[int, int]:
     """Bytes that forward and backward must move. Every source has a later reader, and every output
     a gradient.
@@ -214,8 +218,7 @@ def depth_mix_forward(
                 tl.store(out[c] + row, sums[c].to(out[c].dtype.element_ty), mask=d < D)
         for i in tl.static_range(len(NORMED)):
             x = sums[NORMED[i]].to(normed[i].dtype.element_ty).to(tl.float32)
-            x, _ = normalise_row(x, d, D, eps, CENTRED)
-            x = x * affines[i][0] + affines[i][1]
+            x = norm_row(x, affines[i][0], affines[i][1], d, D, eps, CENTRED)
             tl.store(normed[i] + row, x.to(normed[i].dtype.element_ty), mask=d < D)
 
 
@@ -232,7 +235,7 @@ def depth_mix_backward(
     dweights = ()
     dbiases = ()
     for i in tl.static_range(len(NORMED)):
-        weights = weights + (load_affine(weight[i], None, d, D)[0],)
+        weights = weights + (load_parameter(weight[i], d, D),)
         dweights = dweights + (tl.zeros([BLOCK], tl.float32),)
         dbiases = dbiases + (tl.zeros([BLOCK], tl.float32),)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):

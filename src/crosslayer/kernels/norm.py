@@ -19,11 +19,12 @@ from .fused_norm import (
     add_affine_partial_sums,
     empty_affine_partial_sums,
     load_affine,
+    load_parameter,
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
+    norm_row,
     norm_rows_backward,
-    normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
@@ -64,8 +65,8 @@ def add_norm_forward(
         x += tl.load(y + t * D + d, mask=d < D, other=0.0).to(tl.float32)
         x = x.to(new.dtype.element_ty)
         tl.store(new + t * D + d, x, mask=d < D)
-        x, _ = normalise_row(x.to(tl.float32), d, D, eps, CENTRED)
-        tl.store(out + t * D + d, (x * w + b).to(out.dtype.element_ty), mask=d < D)
+        x = norm_row(x.to(tl.float32), w, b, d, D, eps, CENTRED)
+        tl.store(out + t * D + d, x.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -74,7 +75,7 @@ def add_norm_backward(
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
-    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    w = load_parameter(weight, d, D)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -97,8 +98,7 @@ def _add_norm(
     N = launch.token_count(h)
     D = h.shape[-1]
     block = launch.block_size(D)
-    new = torch.empty_like(h)
-    out = torch.empty_like(h)
+    new, out = _empty_outputs(h)
     launch.launch_kernel(
         add_norm_forward, (launch.program_count(N, h),),
         h, y, *weight_and_bias(affine), new, out, N, D, eps,
@@ -108,7 +108,7 @@ def _add_norm(
 
 
 @_add_norm.register_fake
-def _(h: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_outputs(h: Tensor) -> tuple[Tensor, Tensor]:
     return h.new_empty(h.shape), h.new_empty(h.shape)
 
 

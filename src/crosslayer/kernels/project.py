@@ -47,6 +47,9 @@ MAX_COLUMNS = 128
 # Columns times streams, where these are one vector: the shared memory of a GPU that has 99 KB. mHC
 # has more from 8 streams on.
 MAX_JOINT_COLUMNS = 512
+# Numbers in a tile of products, where streams share W: more do not fit in shared memory, or compile
+# for minutes.
+MAX_PRODUCTS = 2**15
 
 
 def write_norm_project(
@@ -68,11 +71,17 @@ def columns_fit_program(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, *options: Any, **named_options: Any
 ) -> bool:
     """Whether the kernel supports these arguments of `write_norm_project`."""
-    n = H.shape[-2]
+    side = launch.next_power_of_2(H.shape[-2])
     K = W.shape[1]
+    columns = padded_columns(K)
     if W.shape[0] > H.shape[-1]:
-        return launch.next_power_of_2(n) * padded_columns(K) <= MAX_JOINT_COLUMNS
-    return K <= MAX_COLUMNS
+        return side * columns <= MAX_JOINT_COLUMNS
+    return K <= MAX_COLUMNS and _tile_tokens(side) * side * columns <= MAX_PRODUCTS
+
+
+def _tile_tokens(side: int) -> int:
+    """Tokens of a tile of the forward pass, where streams share W. side: streams, padded."""
+    return max(32, 128 // side)
 
 
 def memory_traffic_bytes(
@@ -82,8 +91,8 @@ def memory_traffic_bytes(
     K: int,
     joint: bool,
     size: int,
-    pending: int = 1,
-    weighted: bool = True,
+    pending: int,
+    weighted: bool,
 ) -> tuple[int, int]:
     """Bytes that forward and backward must move.
 
@@ -288,7 +297,7 @@ def _write_norm_project(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     new, z, rstd, mu = _empty_outputs(H, W, centred)
     W = centre_columns(W) if centred else W
-    tokens = max(32, 128 // launch.next_power_of_2(H.shape[-2]))
+    tokens = _tile_tokens(launch.next_power_of_2(H.shape[-2]))
     sizes = _tile_sizes(H, W, joint_tokens=64, tokens=tokens, elements=8192, keeps_W=False)
     D = H.shape[-1]
     N = H.shape[:-2].numel()
@@ -343,9 +352,7 @@ def _write_norm_project_backward(
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
     pieces = launch.ceil_div(D, sizes["BLOCK"])
     tiles = launch.ceil_div(N, sizes["TILE"])
-    splits = min(tiles, 1)
-    if new.is_cuda:
-        splits = min(tiles, max(1, launch.program_count(4 * N, new) // pieces))
+    splits = launch.token_split_count(tiles, pieces, new)
     dH = torch.empty_like(new)
     dY, dbeta = _empty_pending_gradients(Y, new)
     dbeta_parts = launch.empty_partial_sums(W, pieces, *dbeta.shape)

@@ -58,7 +58,8 @@ def single_pass_connection(
     """`ops.single_pass_connection`."""
     *tokens, n, _ = H.shape
     res = None if res is None else res.float().expand(*tokens, n, n)
-    beta, pre = (weights.float().expand(*tokens, n) for weights in (beta, pre))
+    beta = beta.float().expand(*tokens, n)
+    pre = pre.float().expand(*tokens, n)
     x, H, z, _ = _single_pass_connection(H, y, beta, res, pre, W.float(), eps)
     return apply_norm(x, norm), H, z
 
@@ -81,9 +82,7 @@ def fits_program_and_dtype(
     return W.shape[1] <= MAX_COLUMNS and not rounds_too_early
 
 
-def memory_traffic_bytes(
-    N: int, D: int, n: int, K: int, size: int, mixes: bool = True
-) -> tuple[int, int]:
+def memory_traffic_bytes(N: int, D: int, n: int, K: int, size: int, mixes: bool) -> tuple[int, int]:
     """Bytes that forward and backward must move, without a norm.
 
     Args:
@@ -136,23 +135,24 @@ def single_pass_connection_forward(
     live = t < N
     k = tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
-    b = _load_coefficients(beta, t_2, t_2 < N, n)
-    p = _load_coefficients(pre, t_2, t_2 < N, n)
-    R = _load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
+    live_2 = t_2 < N
+    b = _load_coefficients(beta, t_2, live_2, n)
+    p = _load_coefficients(pre, t_2, live_2, n)
+    R = _load_coefficients(res, t_2, live_2, n * n if MIXES else 0)
     dots = tl.zeros([TILE, WIDE], tl.float32)
     squares = tl.zeros([TILE, BLOCK], tl.float32)
     begin = tl.program_id(1) * pieces_a_split * BLOCK
     end = tl.minimum(D, begin + pieces_a_split * BLOCK)
     for start in range(begin, end, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        on = live[:, None] & (d < D)[None, :]
-        token_at = t[:, None] * D + d[None, :]
+        on = live_2 & (d < D)[None, :]
+        token_at = t_2 * D + d[None, :]
         y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
         streams = load_streams(H, t_2, d[None, :], D, on, n)
         read = tl.zeros([TILE, BLOCK], tl.float32)
         for c in tl.static_range(n):
             v = _mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
-            tl.store(new + (t * n + c)[:, None] * D + d[None, :], v, mask=on)
+            tl.store(new + (t_2 * n + c) * D + d[None, :], v, mask=on)
             v_wide = v.to(tl.float32)
             squares += v_wide * v_wide
             read += p[c] * v_wide
@@ -169,7 +169,7 @@ def single_pass_connection_forward(
         r = tl.rsqrt(r / (n * D) + eps)
         dots = dots * r[:, None]
     tl.store(rstd + row, r, mask=live)
-    tl.store(z + row[:, None] * K + k, dots, mask=live[:, None] & (k < K))
+    tl.store(z + row[:, None] * K + k, dots, mask=live_2 & (k < K))
 
 
 @triton.jit
@@ -220,11 +220,12 @@ def single_pass_connection_backward(
     live = t < N
     k = tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
-    b = _load_coefficients(beta, t_2, t_2 < N, n)
-    p = _load_coefficients(pre, t_2, t_2 < N, n)
-    R = _load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
-    g_t = tl.load(g + t_2 * K + k, mask=live[:, None] & (k < K), other=0.0)
-    c_t = tl.load(c + t_2, mask=t_2 < N, other=0.0)
+    live_2 = t_2 < N
+    b = _load_coefficients(beta, t_2, live_2, n)
+    p = _load_coefficients(pre, t_2, live_2, n)
+    R = _load_coefficients(res, t_2, live_2, n * n if MIXES else 0)
+    g_t = tl.load(g + t_2 * K + k, mask=live_2 & (k < K), other=0.0)
+    c_t = tl.load(c + t_2, mask=live_2, other=0.0)
     g_parts = split_operand(g_t, PARTS)
     totals = ()
     for _ in tl.static_range(n * COLUMNS):
@@ -233,7 +234,7 @@ def single_pass_connection_backward(
     end = tl.minimum(D, begin + pieces_a_split * BLOCK)
     for start in range(begin, end, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        on = live[:, None] & (d < D)[None, :]
+        on = live_2 & (d < D)[None, :]
         token_at = t_2 * D + d[None, :]
         streams = ()
         dhs = ()
@@ -263,10 +264,11 @@ def single_pass_connection_backward(
             tl.store(dH + at, dhs[s].to(dH.dtype.element_ty), mask=on)
         tl.store(dY + token_at, dy.to(dY.dtype.element_ty), mask=on)
     # [split, column, stream, token]
-    sum_at = sums + tl.program_id(1).to(tl.int64) * (COLUMNS * n) * N + t
+    tokens = tl.cast(N, tl.int64)
+    sum_at = sums + tl.program_id(1) * (COLUMNS * n) * tokens + t
     for i in tl.static_range(n):
         for j in tl.static_range(COLUMNS):
-            tl.store(sum_at + (j * n + i) * N, totals[i * COLUMNS + j], mask=live)
+            tl.store(sum_at + (j * n + i) * tokens, totals[i * COLUMNS + j], mask=live)
 
 
 def _tile_sizes(H: Tensor, K: int) -> dict[str, int]:

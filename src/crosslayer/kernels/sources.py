@@ -15,12 +15,12 @@ from torch import Tensor
 
 from . import launch
 
-SMALLEST_BUCKET = 4
+_SMALLEST_BUCKET = 4
 
 
 def bucket_size(count: int) -> int:
     """The largest number of sources that shares a kernel with this one."""
-    return max(SMALLEST_BUCKET, launch.next_power_of_2(count))
+    return max(_SMALLEST_BUCKET, launch.next_power_of_2(count))
 
 
 def pad_sources(X: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -163,7 +163,7 @@ def weight_operand_bytes(rows: int, K: int, size: int) -> int:
 
     Args:
         rows, K: of W.
-        size: bytes an element of the streams.
+        size: bytes an element of the streams; 2 is taken for bfloat16.
     """
     part_bytes = 3 * 2 * rows * _aligned_columns(K)
     return 4 * rows * K + (2 * part_bytes if size == 2 else 0)
@@ -186,7 +186,7 @@ def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
     block = 128
     pieces = launch.ceil_div(width, block)
     tiles = launch.ceil_div(N, tile)
-    splits = max(1, min(tiles, launch.program_count(tiles, rows) // pieces))
+    splits = launch.token_split_count(tiles, pieces, rows)
     partial = launch.empty_partial_sums(g, splits, width, K)
     launch.launch_kernel(
         sum_weight_gradient, (pieces, splits),

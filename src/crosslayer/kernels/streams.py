@@ -27,11 +27,12 @@ from .fused_norm import (
     add_affine_partial_sums,
     empty_affine_partial_sums,
     load_affine,
+    load_parameter,
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
+    norm_row,
     norm_rows_backward,
-    normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
@@ -67,7 +68,7 @@ def _fuses_norm(n: int, D: int) -> bool:
     return _piece_size(n, D) >= D
 
 
-def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int = 0) -> tuple[int, int]:
+def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int) -> tuple[int, int]:
     """Bytes that forward and backward must move.
 
     Args:
@@ -100,8 +101,7 @@ def width_connection_forward(
             read += tl.load(pre + t * n + s) * h
             streams = streams + (h,)
         if weight is not None:
-            read, _ = normalise_row(read, d, D, eps, CENTRED)
-            read = read * w + b
+            read = norm_row(read, w, b, d, D, eps, CENTRED)
         tl.store(x + t * D + d, read.to(x.dtype.element_ty), mask=d < D)
         for c in tl.static_range(n):
             mixed = tl.zeros([BLOCK], tl.float32)
@@ -117,7 +117,7 @@ def width_connection_backward(
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if weight is not None:
-        w, _ = load_affine(weight, None, d, D)
+        w = load_parameter(weight, d, D)
         dw = tl.zeros([BLOCK], tl.float32)
         db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -178,9 +178,8 @@ def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
 def _width_connection(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
+    x, out = _empty_outputs(H)
     n, D = H.shape[-2:]
-    x = H.new_empty(*H.shape[:-2], D)
-    out = torch.empty_like(H)
     N = launch.token_count(x)
     block = _piece_size(n, D)
     launch.launch_kernel(
@@ -192,7 +191,7 @@ def _width_connection(
 
 
 @_width_connection.register_fake
-def _(H: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_outputs(H: Tensor) -> tuple[Tensor, Tensor]:
     return H.new_empty(*H.shape[:-2], H.shape[-1]), H.new_empty(H.shape)
 
 

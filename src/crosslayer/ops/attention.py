@@ -86,7 +86,9 @@ class _DepthAttention(Function):
         dX = []
         dQ = torch.zeros_like(q)[None]
         for l, x in enumerate(X):
-            e_l, p_l, z_l = (c[..., l, None] for c in (e, p, z))
+            e_l = e[..., l, None]
+            p_l = p[..., l, None]
+            z_l = z[..., l, None]
             dQ = dQ + project_rms_dq(x, r[l], p_l * e_l)
             # One product at the end, because dX'_l is large: it is rounded once a site.
             dx = project_rms_dx(x, q[None], r[l], z_l, e_l, dout)

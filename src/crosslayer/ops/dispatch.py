@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .manual_backward import is_transformed
 
-Op = TypeVar("Op", bound=Callable[..., Any])
+_Op = TypeVar("_Op", bound=Callable[..., Any])
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Device types on which kernels run; `crosslayer.use_kernels` sets them.
 kernel_devices: tuple[str, ...] = ()
@@ -26,13 +26,9 @@ class _RegisteredKernel(NamedTuple):
 registered_kernels: dict[str, _RegisteredKernel] = {}
 
 
-class KernelOp(Protocol):
-    reference: Callable[..., Any]
-
-
 def reference_of(op: Callable[..., Any]) -> Callable[..., Any]:
     """An op's torch reference."""
-    return cast(KernelOp, op).reference
+    return cast(Any, op).__wrapped__
 
 
 def _supports_everything(*args: Any, **kwargs: Any) -> bool:
@@ -61,11 +57,10 @@ def uses_kernel(x: Tensor) -> bool:
     return supported and not is_transformed() and not hasattr(x, "device_mesh")
 
 
-def kernel_op(reference: Op) -> Op:
+def kernel_op(reference: _Op) -> _Op:
     """Decorate a torch reference: its registered kernel runs instead where `uses_kernel` says so.
 
-    `uses_kernel` is asked about the first tensor. The reference stays available as the attribute
-    `reference`.
+    `uses_kernel` is asked about the first tensor. `reference_of` returns the reference.
     """
     name = reference.__name__
 
@@ -78,5 +73,4 @@ def kernel_op(reference: Op) -> Op:
                 return kernel.run(X, *args, **kwargs)
         return reference(X, *args, **kwargs)
 
-    cast(KernelOp, op).reference = reference
-    return cast(Op, op)
+    return cast(_Op, op)

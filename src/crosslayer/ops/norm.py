@@ -18,7 +18,7 @@ def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple
         norm: computed in float32; None for no norm.
 
     Returns:
-        h' and norm(h'), [B T D] each in h's dtype.
+        h' and norm(h'), [B T D] each in h's dtype, or in y's where that is wider.
     """
     h = add_write(h, y)
     return h, apply_norm(h, norm)
