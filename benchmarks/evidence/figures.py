@@ -21,12 +21,13 @@ from crosslayer.intervals import Interval, average_curves
 from crosslayer.plotting import HUES, DrawPanel, render_figure
 from crosslayer.train.run_state import RunResult
 
-# one for each colour of the palette; pre-norm is black
-MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "mhc", BASELINE)
+# one for each colour of the palette; pre-norm is black; the last one has the first colour, dashed
+MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "mhc", BASELINE, "resi_dual")
 LOSS = "validation loss (nats a token)"
 DIFFERENCE = "loss minus pre-norm's (nats a token)"
 TOKENS = "training tokens (millions)"
 TIME = "training time (pre-norm's run = 1)"
+MOST_SHOWN = 1.0  # nats a token, of a difference on the way
 VERDICT_MARKS = {
     "better": (HUES[0], "o"),
     "worse": (HUES[1], "s"),
@@ -126,7 +127,9 @@ def _difference_lines(study: Study, cost: CostAtStep) -> list[LineSeries]:
     }
     baseline = {seed: curve for seed, curve in curves[BASELINE].items() if curve}
     places = len(next(iter(baseline.values()))) if baseline else 0
-    for colour, name in enumerate(MAIN_ARMS[:-1]):
+    for colour, name in enumerate(MAIN_ARMS):
+        if name == BASELINE:
+            continue
         x = []
         intervals = []
         for place in range(places):
@@ -181,7 +184,10 @@ def _draw_panel(
 
 
 def _mark_zero(axes: Any, lines: Sequence[LineSeries]) -> None:
+    """A line at zero. Larger differences than `MOST_SHOWN`, of few early steps, are cut off."""
     mark_level(axes.axhline, 0.0)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(bottom, -MOST_SHOWN), min(top, MOST_SHOWN))
 
 
 def _all_differences(study: Study) -> list[tuple[str, Interval]]:

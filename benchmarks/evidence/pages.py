@@ -71,7 +71,8 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
 
 def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     """The text of each marked part of README.md, by its name."""
-    arms = [BASELINE, "postnorm", "resi_dual", *(arm for arm in MAIN_ARMS if arm != BASELINE)]
+    first = [BASELINE, "postnorm", "resi_dual"]
+    arms = first + [arm for arm in MAIN_ARMS if arm not in first]
     return {"In short": summary_table(studies, arms)}
 
 
