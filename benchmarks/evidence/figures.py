@@ -22,7 +22,7 @@ from crosslayer.plotting import HUES, DrawPanel, render_figure
 from crosslayer.train.run_state import RunResult
 
 # one for each colour of the palette; pre-norm is black; the last one has the first colour, dashed
-MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "mhc", BASELINE, "resi_dual")
+MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "resi_dual", BASELINE, "mhc")
 LOSS = "validation loss (nats a token)"
 DIFFERENCE = "loss minus pre-norm's (nats a token)"
 TOKENS = "training tokens (millions)"
