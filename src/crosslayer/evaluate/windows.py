@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,14 +39,9 @@ def rolling_windows(tokens: list[int], context: int, stride: int) -> list[Scored
         context: tokens that the model sees at once.
         stride: tokens that a window scores; the first window scores `context` of them.
     """
-    windows = []
-    start = 1
-    end = min(context + 1, len(tokens))
-    while start < len(tokens):
-        windows.append(ScoredWindow(tokens[max(0, end - context - 1) : start], tokens[start:end]))
-        start = end
-        end = min(end + stride, len(tokens))
-    return windows
+    if len(tokens) < 2:
+        return []
+    return _cut_windows(tokens, [1, *range(context + 1, len(tokens), stride)], context)
 
 
 def split_window(window: ScoredWindow, context: int) -> list[ScoredWindow]:
@@ -54,10 +50,15 @@ def split_window(window: ScoredWindow, context: int) -> list[ScoredWindow]:
     """
     tokens = window.seen + window.target
     piece = context if len(window.target) <= context else context // 2
+    return _cut_windows(tokens, range(len(window.seen), len(tokens), piece), context)
+
+
+def _cut_windows(tokens: list[int], starts: Iterable[int], context: int) -> list[ScoredWindow]:
+    """Windows that fit in `context`. Each scores the tokens from its start to the next one's."""
     windows = []
-    for start in range(len(window.seen), len(tokens), piece):
-        end = min(start + piece, len(tokens))
-        windows.append(ScoredWindow(tokens[max(0, end - context - 1) : start], tokens[start:end]))
+    for start, end in pairwise([*starts, len(tokens)]):
+        seen = tokens[max(0, end - context - 1) : start]
+        windows.append(ScoredWindow(seen, tokens[start:end]))
     return windows
 
 
