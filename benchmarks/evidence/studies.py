@@ -258,6 +258,7 @@ class Study:
         return min(of_runs, default=None)
 
     def _losses_at_equal_time(self, name: str) -> dict[int, float]:
+        """The losses when the fastest arm ends, by seed."""
         losses = {}
         for seed, run in self.compared_runs(name).items():
             time = self.seed_step_time(name, seed)

@@ -423,7 +423,7 @@ class Connection(Float32Parameters, Generic[StateT]):
 
 
 def split_attention_ports(ports: tuple[str, ...]) -> tuple[str, ...]:
-    """The ports with all inputs of an attention, like q, k and v, in the place of its own port."""
+    """Replace the port of an attention by the ports of its inputs, like q, k and v."""
     split: list[str] = []
     for port in ports:
         split += SPLIT_PORTS.get(port, (port,))

@@ -20,6 +20,8 @@ loads of sources and streams), `split_products` (float32 products on tensor core
 (rows that programs share). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
+from functools import partial
+
 from ..ops.dispatch import register_kernel
 from ..ops.sinkhorn import sums_stay_positive
 from . import attention, gate, mix
@@ -31,12 +33,15 @@ from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
 from .single_pass import fits_program_and_dtype, single_pass_connection
 from .sinkhorn import sinkhorn
+from .sources import has_few
 from .streams import norms_before_rounding, width_connection
 
 register_kernel("add_norm", add_norm)
-register_kernel("depth_attention", depth_attention, supports=attention.has_few_sources)
-register_kernel("depth_mix", depth_mix, supports=mix.has_few_sources)
-register_kernel("gate_pool", gate_pool, supports=gate.has_few_streams)
+register_kernel(
+    "depth_attention", depth_attention, supports=partial(has_few, attention.MOST_SOURCES)
+)
+register_kernel("depth_mix", depth_mix, supports=partial(has_few, mix.MOST_SOURCES))
+register_kernel("gate_pool", gate_pool, supports=partial(has_few, gate.MOST_STREAMS))
 register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)

@@ -57,11 +57,6 @@ MOST_GRADIENTS = 16
 MOST_SOURCES = 256
 
 
-def has_few_sources(X: tuple[Tensor, ...], *arguments: Any, **named_arguments: Any) -> bool:
-    """Whether the kernel supports as many sources."""
-    return len(X) <= MOST_SOURCES
-
-
 def depth_attention(
     X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -66,11 +66,6 @@ def gate_pool(
     return tuple(gated), h, None if score is None else q
 
 
-def has_few_streams(S: tuple[Tensor, ...], *arguments: Any, **named_arguments: Any) -> bool:
-    """Whether the kernel supports as many streams."""
-    return len(S) <= MOST_STREAMS
-
-
 def memory_traffic_bytes(
     N: int, D: int, n: int, size: int, scored: bool, parameters: int
 ) -> tuple[int, int]:

@@ -46,11 +46,6 @@ from .sources import bucket_size, load_numbers, load_rows, pad_sources
 MOST_SOURCES = 128
 
 
-def has_few_sources(X: tuple[Tensor, ...], *arguments: Any, **named_arguments: Any) -> bool:
-    """Whether the kernel supports as many sources."""
-    return len(X) <= MOST_SOURCES
-
-
 def depth_mix(
     X: tuple[Tensor, ...], w: Tensor, outputs: MixOutputs | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

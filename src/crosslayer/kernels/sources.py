@@ -8,6 +8,7 @@ The streams of a token are loaded here too: they are rows of one tensor.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,6 +17,11 @@ from torch import Tensor
 from . import launch
 
 _SMALLEST_BUCKET = 4
+
+
+def has_few(most: int, X: Sequence[Tensor], *arguments: Any, **named_arguments: Any) -> bool:
+    """Whether a kernel that takes `most` sources or streams supports these; `most` comes first."""
+    return len(X) <= most
 
 
 def bucket_size(count: int) -> int:
