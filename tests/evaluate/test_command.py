@@ -36,7 +36,7 @@ def run_command(capsys, *arguments: object) -> tuple[int, str, str]:
 def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     text, spans = folder / "text.txt", folder / "spans.jsonl"
     arguments = [folder / "model", "--tasks", "local_choice", "--include-path", include_path]
-    arguments += ["--num-fewshot", 2, "--limit", 4, "--batch-size", 3, "--text", text]
+    arguments += ["--num-fewshot", 2, "--limit", 4, "--batch", 3, "--text", text]
     arguments += ["--spans", spans, "--out", tmp_path / "out"]
     code, printed, _ = run_command(capsys, *arguments)
     assert code == 0
@@ -156,7 +156,7 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         (["--text", "ONE_ID"], "ONE_ID: the text has no token to score"),
         (["--spans", "/no/file"], "/no/file: cannot be read"),
         (["--text", "TEXT", "--context", "999"], "context must be from 2 to the model's 256"),
-        (["--text", "TEXT", "--batch-size", "0"], "batch_size must be a whole number of at least"),
+        (["--text", "TEXT", "--batch", "0"], "batch must be a whole number of at least"),
         (["--text", "TEXT", "--tokenizer", "/no/file"], "/no/file: no such folder or file"),
         (["--text", "TEXT", "--tokenizer", "TEXT"], "no tokenizer can be read from TEXT"),
         (["--text", "TEXT", "--dtype", "float31"], "dtype must be one of float32, bfloat16"),

@@ -221,7 +221,7 @@ def report(tmp_path_factory):
     out = folder / "out"
     models = [str(folder / name) for name in ("plain", "mgr", "mudd")]
     arguments = ["inspect", *models, "--sections", "all", "--layer", "1", "--out", str(out)]
-    sizes = ["--sequences", "3", "--context", "40", "--batch-size", "2"]
+    sizes = ["--sequences", "3", "--context", "40", "--batch", "2"]
     arguments += ["--data", str(folder / "text.txt"), *sizes]
     assert main(arguments) == 0
     return out

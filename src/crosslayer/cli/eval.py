@@ -90,7 +90,7 @@ def parser() -> Any:
         default=None,
         help="tokens that the model sees at once; default: the model's maximum",
     )
-    add("--batch-size", type=int, default=8, help="sequences in a batch")
+    add("--batch", type=int, default=8, help="sequences in a batch")
     add_model_options(command)
     add(
         "--out",
@@ -116,7 +116,7 @@ def _check_options(options: Any, results_file: Path | None) -> None:
     for name in ("num_fewshot", "limit", "include_path"):
         if getattr(options, name) is not None and not options.tasks:
             raise ValueError(f"--{name.replace('_', '-')} is for --tasks; leave it out")
-    check_positive(batch_size=options.batch_size)
+    check_positive(batch=options.batch)
     if results_file is not None:
         check_new_file(results_file)
 
@@ -212,7 +212,7 @@ def _run_tasks(
         task_manager,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
-        batch_size=options.batch_size,
+        batch_size=options.batch,
         context=context,
     )
     print(format_tasks(results))
@@ -246,7 +246,7 @@ def _score_files(
         results[kind] = {}
         for name, content in files.items():
             try:
-                result = measure(model, tokenizer, content, context, batch_size=options.batch_size)
+                result = measure(model, tokenizer, content, context, batch_size=options.batch)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             results[kind][name] = result._asdict()

@@ -53,7 +53,7 @@ def parser() -> Any:
         default=None,
         help="tokens in a sequence; default: 256, or the model's context where that is smaller",
     )
-    add("--batch-size", type=int, default=8, help="sequences in a batch")
+    add("--batch", type=int, default=8, help="sequences in a batch")
     add(
         "--average",
         type=bool,
@@ -92,7 +92,7 @@ def run(options: Any) -> int:
     silence_libraries()
     from ..inspect.report import REPORT_FILE, write_inspection_report
 
-    check_positive(sequences=options.sequences, batch_size=options.batch_size)
+    check_positive(sequences=options.sequences, batch=options.batch)
     if not 0 <= options.running_mean < 1:
         raise ValueError(f"--running-mean must be from 0 to below 1, got {options.running_mean}")
     folder = Path(options.out)
@@ -258,7 +258,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
     from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
 
     dtype = parse_model_dtype(options.dtype)
-    sizes = (options.sequences, options.batch_size)
+    sizes = (options.sequences, options.batch)
     if takes_images(source):
         if options.data == "stdlib":
             raise ValueError(

@@ -74,25 +74,9 @@ class ConnectedLayer:
     training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
-        if checkpointed and _recomputes_states(self):
-            raise ValueError(
-                "gradient checkpointing of layers cannot be combined with the recomputation "
-                'of states (recompute="streams" or "inversion"); choose one'
-            )
-        names = self.argument_names
-        if len(args) > len(names):
-            raise TypeError(f"{type(self).__name__} takes {len(names)} arguments, got {len(args)}")
-        kwargs = join_arguments(names, args, kwargs)
-        if not self.takes_any_keyword and (unknown := kwargs.keys() - {*names, _RECORDER}):
-            raise TypeError(f"{type(self).__name__} has no argument {min(unknown)!r}")
-        if names[0] not in kwargs:
-            raise TypeError(f"{type(self).__name__} needs {names[0]!r}")
-        hidden_states = kwargs.pop(names[0])
+        kwargs = self._check_arguments(args, kwargs)
         number = self.connections[0].site.layer
-        for name, value in self.wiring.unread_values:
-            if _has_value(kwargs, name, value):
-                raise ValueError(_describe_unread(type(self).__name__, number, name, value))
+        hidden_states = kwargs.pop(self.argument_names[0])
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
@@ -160,6 +144,35 @@ class ConnectedLayer:
             after = scale_stream(self.connections[-1].readout(state), stream_scale).to(dtype)
         tensors, spec = tree_flatten(after)
         return (*tensors, before, _OpaqueTree(spec, tuple(self._select_extras(returned, kwargs))))
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by their names.
+
+        Raises:
+            ValueError: states are recomputed and the layer is checkpointed too, or the layer's own
+                code does something that `connect` has not read.
+            TypeError: the layer does not take these arguments.
+        """
+        checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
+        if checkpointed and _recomputes_states(self):
+            raise ValueError(
+                "gradient checkpointing of layers cannot be combined with the recomputation "
+                'of states (recompute="streams" or "inversion"); choose one'
+            )
+        layer_class = type(self).__name__
+        names = self.argument_names
+        if len(args) > len(names):
+            raise TypeError(f"{layer_class} takes {len(names)} arguments, got {len(args)}")
+        kwargs = join_arguments(names, args, kwargs)
+        if not self.takes_any_keyword and (unknown := kwargs.keys() - {*names, _RECORDER}):
+            raise TypeError(f"{layer_class} has no argument {min(unknown)!r}")
+        if names[0] not in kwargs:
+            raise TypeError(f"{layer_class} needs {names[0]!r}")
+        for name, value in self.wiring.unread_values:
+            if _has_value(kwargs, name, value):
+                number = self.connections[0].site.layer
+                raise ValueError(_describe_unread(layer_class, number, name, value))
+        return kwargs
 
     def _select_extras(self, returned: dict[str, Any], kwargs: dict[str, Any]) -> Iterator[Any]:
         """What the layer returns besides its stream, of what its sub-layers returned and of its
