@@ -27,7 +27,7 @@ from typing import Any
 
 from crosslayer.data.tokenizing import BYTE_TOKENIZER
 from crosslayer.errors import error_in_one_line
-from crosslayer.files import read_json, write_json
+from crosslayer.files import read_json, write_json, write_text_atomic
 from crosslayer.intervals import mean_and_std
 from crosslayer.number_texts import NOT_KNOWN, format_mean_std, markdown_table
 from crosslayer.plotting import BLACK, HUES, line_look
@@ -103,12 +103,18 @@ def run(
     steps = Settings.from_options(**settings).optimization.steps
     options = Settings.from_options(**{"evals": min(20, steps), **settings})
     examples = LANGUAGE_TASK.load_examples(options.data, options.model.model_config)
+    for share in switches:
+        if not 0 <= share <= 1 or (share and not round(share * steps)):
+            raise ValueError(
+                f"a switch must be 0, or from {1 / steps:.2g} (a step) to 1, got {share}"
+            )
     Path(out).mkdir(parents=True, exist_ok=True)
+    for file in sorted(Path(out).glob("*.json")):
+        _check_settings(file, options, examples)
     for connection in connections:
         for share in (0.0,) if connection == "prenorm" else switches:
             file = Path(out) / f"{connection} {share} {seed}.json".replace("/", "-")
             if file.exists():
-                _check_settings(file, options, examples)
                 continue
             result = train_retrofit(options, examples, connection, round(share * steps), seed)
             write_json(file, asdict(result))
@@ -171,7 +177,7 @@ def report(results: list[str], page: str) -> None:
         figure = Path(page).with_name(f"{Path(page).stem}{number}.svg")
         draw_figure(runs, figure)
         sections += ["", *report_section(runs, figure.name)]
-    Path(page).write_text("\n".join(sections) + "\n")
+    write_text_atomic(Path(page), "\n".join(sections) + "\n")
 
 
 def load_runs(folder: Path) -> list[RetrofitRun]:

@@ -60,7 +60,7 @@ def test_a_missing_package(arguments, package, extra, monkeypatch, capsys):
             ),
         ),
         ("train --lr 1" + "0" * 400, "a number among the options is larger than any float"),
-        ("eval model --out=", "--out is empty; give it the path of a folder, or leave it out"),
+        ("eval model --out=", "the output folder has no name; give it one, like ./results"),
         ("train --vocab many", "--vocab must be a whole number or None, got 'many'"),
         ("train --layers 1000000000", "layers must be at most 10,000, got 1000000000"),
         (
@@ -115,6 +115,12 @@ def test_a_progress_bar_shows_brackets_of_a_name():
     with make_progress(make_console(file=written, width=80)) as progress:
         progress.add_task("mudd [bold] 3")
     assert written.getvalue().strip() == "mudd [bold] 3"
+
+
+def test_a_long_path_is_not_broken():
+    written = io.StringIO()
+    make_console(file=written, width=20).print("Report: " + "folder/" * 9)
+    assert written.getvalue() == "Report: " + "folder/" * 9 + "\n"
 
 
 def test_a_log_file_has_a_line_for_each_evaluation():

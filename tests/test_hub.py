@@ -9,6 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import crosslayer
 from crosslayer.convert import open_model, open_tokenizer
+from crosslayer.convert.pretrained import copy_tokenizer
 from crosslayer.data.corpus import load_corpus
 from crosslayer.hub import check_model_source
 from tests.hf.backbones import llama
@@ -68,6 +69,22 @@ def test_the_folder_of_a_training_run(load):
 def test_a_cached_name_is_found(tmp_path):
     llama().save_pretrained(snapshot_folder(tmp_path / "cache", "org/cached"))
     assert open_model("org/cached").config.model_type == "llama"
+
+
+def test_a_tokenizer_is_copied_with_its_chat_template(tmp_path, monkeypatch):
+    """Of a model on the Hub, only the files that are asked for are downloaded."""
+    asked: list[str] = []
+
+    def download(name, allow_patterns):
+        asked.extend(allow_patterns)
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "copy").mkdir()
+    copy_tokenizer("owner/model", tmp_path / "copy")
+    assert "chat_template.jinja" in asked
+    assert (tmp_path / "copy" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_whether_the_hub_answers(monkeypatch):

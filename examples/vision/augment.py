@@ -1,6 +1,6 @@
 """Augmentations of training images. Each draws from a generator of its own, so it can be repeated.
 
-    rng = random.Random("seed and number of the image")
+    rng = random.Random("number of the image")
     image = AUGMENTATIONS["random resized crop"](image, 224, rng)
     image = rand_augment(image, level=10, rng=rng)
     examples = mix_up(examples, alpha=0.2, rng=rng)

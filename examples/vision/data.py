@@ -34,17 +34,13 @@ class EpochSampler(ResumableSampler):
     """Yields epoch · length + index, so that each epoch augments an image anew."""
 
     def __iter__(self) -> Iterator[int]:
-        share = self.batch // self.ranks
-        for count, index in enumerate(super().__iter__()):
-            step = self.start + count // share
-            position = step * self.batch + self.rank * share + count % share
-            epoch = position // self.length
+        for epoch, index in self.positions():
             yield epoch * self.length + index
 
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Item i is image i mod length. Its augmentation depends on the seed and on i alone.
+    """Item i is image i mod length. Its augmentation depends on i alone.
 
     Mixup also depends on the other images of its micro-batch.
     """
@@ -56,7 +52,6 @@ class ImageDataset(Dataset[dict[str, Any]]):
     augmentation: str = "none"
     randaugment_level: float | None = None
     mixup_alpha: float | None = None
-    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -66,12 +61,12 @@ class ImageDataset(Dataset[dict[str, Any]]):
         examples = [self[item] for item in items]
         if self.mixup_alpha is None:
             return examples
-        return mix_up(examples, self.mixup_alpha, random.Random(f"{self.seed} mixup {items[0]}"))
+        return mix_up(examples, self.mixup_alpha, random.Random(f"mixup {items[0]}"))
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = item % len(self)
         image = open_image(self.images[index], self.channels)
-        rng = random.Random(f"{self.seed} {item}")
+        rng = random.Random(f"image {item}")
         image = AUGMENTATIONS[self.augmentation](image, self.size, rng)
         if self.randaugment_level is not None:
             image = rand_augment(image, self.randaugment_level, rng)
@@ -85,7 +80,6 @@ class LatentDataset(Dataset[dict[str, Any]]):
     latents: np.ndarray
     labels: list[int]
     flip: bool = False
-    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -93,7 +87,7 @@ class LatentDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = item % len(self)
         latent: Tensor = torch.from_numpy(self.latents[index].astype(np.float32))
-        if self.flip and random.Random(f"{self.seed} {item}").random() < 0.5:
+        if self.flip and random.Random(f"latent {item}").random() < 0.5:
             latent = latent.flip(-1)
         return {"pixel_values": latent, "labels": self.labels[index]}
 
@@ -105,7 +99,6 @@ def load_images(
     augmentation: str = "none",
     randaugment_level: float | None = None,
     mixup_alpha: float | None = None,
-    seed: int = 0,
 ) -> Examples:
     """Training and validation images.
 
@@ -116,7 +109,6 @@ def load_images(
         augmentation: of the training images, a key of `AUGMENTATIONS`.
         randaugment_level: 0 to 20; None for no RandAugment.
         mixup_alpha: of Mixup's Beta distribution; None for no Mixup.
-        seed: of the augmentation.
 
     Raises:
         ValueError: an option is out of range, or the source is missing or has another layout.
@@ -155,15 +147,12 @@ def load_images(
         augmentation,
         randaugment_level,
         mixup_alpha,
-        seed,
     )
     valid = ImageDataset(splits.x_test, test_labels, size, channels)
     return _make_examples(path, splits, train, valid, len(class_names))
 
 
-def load_latents(
-    source: str, size: int, channels: int, augmentation: str = "none", seed: int = 0
-) -> Examples:
+def load_latents(source: str, size: int, channels: int, augmentation: str = "none") -> Examples:
     """Training and validation latents: images as an autoencoder has encoded them.
 
     Args:
@@ -172,7 +161,6 @@ def load_latents(
         channels: channels of a latent.
         augmentation: of the training latents, "none" or "flip" (nearly the latent of the mirrored
             image).
-        seed: of the augmentation.
 
     Raises:
         ValueError: the file is missing or has other arrays.
@@ -187,7 +175,7 @@ def load_latents(
                 f"[N {channels} {size} {size}]"
             )
     class_names, train_labels, test_labels = _number_classes(source, splits)
-    train = LatentDataset(splits.x_train, train_labels, augmentation == "flip", seed)
+    train = LatentDataset(splits.x_train, train_labels, augmentation == "flip")
     valid = LatentDataset(splits.x_test, test_labels)
     return _make_examples(path, splits, train, valid, len(class_names))
 
@@ -202,10 +190,11 @@ class _Splits(NamedTuple):
 def _make_examples(
     path: Path, splits: _Splits, train: Any, valid: Any, num_classes: int
 ) -> Examples:
-    digest = hashlib.sha256()
     if path.is_file():
-        digest.update(path.read_bytes())
+        with path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256")
     else:
+        digest = hashlib.sha256()
         for file in (*splits.x_train, *splits.x_test):
             digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
     return Examples(

@@ -101,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("samples.npz"))
     try:
         options = parser.parse_args(arguments)
+        if options.out.suffix != ".npz" or options.out.exists() or not options.out.parent.is_dir():
+            raise ValueError(f"--out must be a new .npz file in a folder, got {options.out}")
         x = sample_latents(
             load_dit(options.model), options.classes, options.steps, options.guidance, options.seed
         )

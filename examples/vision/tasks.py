@@ -1,12 +1,12 @@
 """Two tasks for crosslayer's Trainer: classification with ViT, denoising with DiT."""
 
 from dataclasses import dataclass
-from os.path import expandvars
 from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from crosslayer.files import expand_place
 from crosslayer.hf.config import host_refusals, make_config
 from crosslayer.losses import cross_entropy
 from crosslayer.train.settings import DataSettings, ModelSettings
@@ -75,7 +75,7 @@ def load_vit_examples(data: DataSettings, model_config: dict[str, Any]) -> Examp
     """Images of the model's size, from a folder or an .npz."""
     options = read_task_options(VitOptions, data)
     return load_images(
-        expandvars(data.data),
+        expand_place(data.data),
         size=model_config.get("image_size", 224),
         channels=model_config.get("num_channels", 3),
         augmentation=options.augmentation,
@@ -89,7 +89,7 @@ def load_dit_examples(data: DataSettings, model_config: dict[str, Any]) -> Examp
     options = read_task_options(DitOptions, data)
     size = model_config.get("sample_size", 32)
     channels = model_config.get("in_channels", 4)
-    return load_latents(expandvars(data.data), size, channels, options.augmentation)
+    return load_latents(expand_place(data.data), size, channels, options.augmentation)
 
 
 def build_vit(

@@ -43,6 +43,8 @@ def _compare(options: argparse.Namespace) -> int:
     from crosslayer.validation import check_choice
     from examples.vision.tasks import TASKS
 
+    if options.arm is not None and options.seeds != 1:
+        raise ValueError("--arm trains one run; --seeds is for a comparison")
     silence_libraries()
     overrides = {name: getattr(options, name) for name in ("data", "steps")}
     overrides = {name: value for name, value in overrides.items() if value is not None}

@@ -1,5 +1,8 @@
-"""Losses of language models: cross-entropy of the next token, and a router's z-loss."""
+"""Losses of language models: cross-entropy of the next token, and a router's z-loss; and their
+other units.
+"""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,3 +40,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in nats. logits [B … classes], targets [B …] -> [B …]."""
     losses = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in bits per byte of text. loss: in nats a token."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def exp_or_inf(x: float) -> float:
+    """e^x, or infinity: the perplexity of an untrained model's words, or of a diverged run, may be
+    no float.
+    """
+    return math.inf if x >= 700 else math.exp(x)

@@ -246,7 +246,7 @@ ERRORS = [
     (["generate", "FOLDER", "x", "--device", "gpu"], "cannot use the device 'gpu'"),
     (["generate", "FOLDER", "x", "--rope", "half"], "rope must be one of exact, bfloat16, float16"),
     (["generate", "FOLDER", "x", "--tokenizer", "FOLDER/config.json"], "no tokenizer can be read"),
-    (["generate", "FOLDER", ""], "the prompt has no tokens"),
+    (["generate", "FOLDER", ""], "the prompt has no tokens, and no token is known that begins"),
     (["convert", "FOLDER", "FOLDER"], "not empty; choose another folder, or remove it"),
     (["convert", "FOLDER", "FOLDER/out", "--rope", "x"], "rope must be one of exact, bfloat16"),
     (["convert", "FOLDER/no", "FOLDER/out"], "no such folder; download the checkpoint first"),

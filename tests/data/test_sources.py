@@ -320,6 +320,16 @@ def test_a_folder_that_datasets_can_load(tmp_path):
     assert re.search("cannot be read .*split", error_of(f"datasets:{folder}@test"))
 
 
+@pytest.mark.parametrize("name", ["text", "pandas"])
+def test_a_folder_called_like_a_format_of_datasets(tmp_path, monkeypatch, name):
+    """`datasets` takes a bare name for the format, and then reads the working directory."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.txt").write_text("inside\n")
+    (tmp_path / "b.txt").write_text("beside\n")
+    monkeypatch.chdir(tmp_path)
+    assert texts(f"datasets:{name}") == ["inside"]
+
+
 def test_a_folder_that_datasets_has_saved(tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
     rows.save_to_disk(tmp_path / "one")

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,8 @@ def test_wrong_files_are_one_line(tmp_path):
     )
     (tmp_path / "link_1.bin").symlink_to(tmp_path / "gone.bin")
     assert "cannot be read as token ids (" in error_of(str(tmp_path / "link_*.bin"))
+    os.mkfifo(tmp_path / "pipe_1.bin")
+    assert "(not a regular file)" in error_of(str(tmp_path / "pipe_*.bin"))
     (tmp_path / "cut.idx").touch()
     assert "Megatron's" in error_of(cut)
 

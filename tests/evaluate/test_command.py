@@ -66,13 +66,33 @@ def test_one_span(folder, tmp_path, capsys):
     assert result["loss_by_span_stderr"] is None
 
 
-def test_results_of_tasks_are_kept_when_a_text_fails(folder, include_path, tmp_path, capsys):
-    (tmp_path / "short.txt").write_text("a")
+def test_what_was_measured_is_kept_when_a_text_fails(folder, include_path, tmp_path, capsys):
+    """And printed; the same command can be given again, and leaves only the finished file."""
+    text, short = str(folder / "text.txt"), tmp_path / "short.txt"
+    short.write_text("a")
     arguments = [folder / "model", "--tasks", "local_choice", "--include-path", include_path]
-    arguments += ["--limit", 2, "--text", tmp_path / "short.txt", "--out", tmp_path / "out"]
-    code, _, error = run_command(capsys, *arguments)
-    assert code == 1 and "the text has no token to score" in error
-    assert "tasks" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    arguments += ["--limit", 2, "--text", text, short, "--out", tmp_path / "out"]
+    code, printed, error = run_command(capsys, *arguments)
+    assert code == 1 and "short.txt: the text has no token to score" in error
+    assert "bits_per_byte" in printed
+    file = tmp_path / "out" / "evaluation.json"
+    unfinished = file.with_name("evaluation.json.part")
+    results = json.loads(unfinished.read_text())
+    assert "tasks" in results and list(results["text"]) == [text]
+    short.write_text(TEXT)
+    assert run_command(capsys, *arguments)[0] == 0
+    assert list(json.loads(file.read_text())["text"]) == [text, str(short)]
+    assert not unfinished.exists()
+
+
+def test_a_perplexity_beyond_any_number_is_null(folder, tmp_path, capsys):
+    """JSON has no infinity. A text without white space is one word."""
+    (tmp_path / "word.txt").write_text("a" * 400)
+    arguments = [folder / "model", "--text", tmp_path / "word.txt", "--out", tmp_path]
+    code, printed, _ = run_command(capsys, *arguments)
+    assert code == 0 and "inf" in printed
+    (result,) = json.loads((tmp_path / "evaluation.json").read_text())["text"].values()
+    assert result["word_perplexity"] is None and result["perplexity"] > 1
 
 
 @pytest.mark.parametrize("documents", ["joined", "apart"])
@@ -151,6 +171,9 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         (["--tasks", "x", "--include-path", "/no/tasks"], "/no/tasks: no such folder"),
         (["--spans", "/no/spans", "--windows", "3"], "--windows is for --text; leave it out"),
         (["--text", "TEXT", "--num-fewshot", "3"], "--num-fewshot is for --tasks; leave it out"),
+        (["--tasks", "x", "--num-fewshot", "-1"], "num_fewshot must be a number of at least 0"),
+        (["--tasks", "x", "--limit", "0"], "limit must be a whole number of at least 1, got 0"),
+        (["--text", "TEXT", "--context", "1"], "context must be at least 2, got 1"),
         (["--text", "/no/file"], "/no/file: no such file or folder"),
         (["--text", "/no/val.bin"], "/no/val.bin: no such file or folder"),
         (["--text", "ONE_ID"], "ONE_ID: the text has no token to score"),

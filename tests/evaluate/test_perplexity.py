@@ -15,15 +15,15 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity, windows
-from crosslayer.evaluate.language_models import check_causal
+from crosslayer.evaluate.language_models import check_logits
 from crosslayer.evaluate.perplexity import TextPerplexity
 from crosslayer.evaluate.windows import (
     ScoredWindow,
-    exp_or_inf,
     log_likelihoods,
     rolling_windows,
     split_window,
 )
+from crosslayer.losses import exp_or_inf
 from tests.evaluate.tiny_models import (
     END_OF_TEXT,
     byte_tokenizer,
@@ -185,7 +185,7 @@ def test_a_context_without_a_token_is_like_none(model):
 @pytest.mark.parametrize("context", [1, 3])
 def test_a_model_of_few_positions_is_asked_whether_it_is_causal(context):
     config = GPT2Config(vocab_size=16, n_positions=context, n_embd=8, n_layer=1, n_head=2)
-    check_causal(GPT2LMHeadModel(config))
+    check_logits(GPT2LMHeadModel(config))
 
 
 def test_bits_per_byte_of_tokens_of_four_bytes():
@@ -276,14 +276,20 @@ def test_a_weight_that_is_no_number(model):
     with torch.no_grad():
         broken.get_output_embeddings().weight[7] = math.nan
     with pytest.raises(ValueError, match="logits have a NaN"):
-        log_likelihoods(broken, [ScoredWindow([1], [2, 3])], 1)
+        check_logits(broken)
+    rare = copy.deepcopy(model)  # only a text with this token tells
+    with torch.no_grad():
+        rare.get_input_embeddings().weight[77] = math.nan
+    check_logits(rare)
+    with pytest.raises(ValueError, match="logits have a NaN"):
+        log_likelihoods(rare, [ScoredWindow([77], [2, 3])], 1)
     assert math.isnan(exp_or_inf(math.nan)) and exp_or_inf(1e4) == math.inf
 
 
 def test_a_log_file_has_a_line_of_progress_at_times(model, capsys, monkeypatch):
     text_perplexity(model, byte_tokenizer(), [TEXT])
     assert capsys.readouterr().err == ""  # it took less than a minute
-    monkeypatch.setattr(windows, "LOG_SECONDS", 0)
+    monkeypatch.setattr(windows, "_LOG_SECONDS", 0)
     text_perplexity(model, byte_tokenizer(), [TEXT], batch_size=5)
     batches = math.ceil(len(TEXT.encode()) / CONTEXT / 5)
     assert f"{batches}/{batches}" in capsys.readouterr().err

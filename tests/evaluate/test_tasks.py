@@ -158,6 +158,34 @@ def test_data_without_a_network_is_one_line(include_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_an_error_of_the_data_without_words(include_path, monkeypatch):
+    def time_out(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(datasets, "load_dataset", time_out)
+    with pytest.raises(ValueError, match=r"cannot load the data of remote \(TimeoutError\)"):
+        evaluate(tiny_model(), include_path, ["remote"])
+
+
+def test_an_assertion_of_the_model_is_not_about_the_context(include_path, monkeypatch):
+    model = tiny_model()
+    plain_forward = model.forward
+
+    def forward(input_ids, **options):
+        assert input_ids.shape[1] <= 4, "one of the model's own"
+        return plain_forward(input_ids, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    with pytest.raises(AssertionError, match="one of the model's own"):
+        evaluate(model, include_path)
+
+
+def test_the_mode_of_the_model_is_not_changed(include_path):
+    model = tiny_model().train()
+    evaluate(model, include_path, ["local_word"])
+    assert all(module.training for module in model.modules())
+
+
 def test_an_answer_longer_than_the_context(include_path):
     with pytest.raises(ValueError, match="an answer longer than the context of 3 tokens"):
         evaluate(tiny_model(), include_path, ["local_word"], context=3)

@@ -43,6 +43,13 @@ def test_a_run_of_every_switch_has_its_seed(tmp_path, monkeypatch):
     settings = {"data": str(tmp_path / "text.txt"), "steps": 8, "context": 16}
     retrofit.run(str(tmp_path / "out"), ["prenorm", "mudd"], (0.0, 0.75), 3, settings)
     assert calls == [("prenorm", 0, 3), ("mudd", 0, 3), ("mudd", 6, 3)]
+    for share in (0.05, -0.5, 1.5):
+        with pytest.raises(ValueError, match=r"a switch must be 0, or from 0\.12 "):
+            retrofit.run(str(tmp_path / "out"), ["hyper"], (0.0, share), 3, settings)
+    # a folder has runs of the same settings, whatever their connection: `report` subtracts them
+    with pytest.raises(ValueError, match=r"belongs to another run, with .*; choose another folder"):
+        retrofit.run(str(tmp_path / "out"), ["hyper"], (0.0,), 3, settings | {"steps": 16})
+    assert len(calls) == 3
 
 
 def test_the_change_at_the_switch_is_the_largest_of_all_seeds():

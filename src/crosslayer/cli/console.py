@@ -29,10 +29,12 @@ def hold_folder(folder: Path) -> AbstractContextManager[None]:
 
 
 def make_console(**options: Any) -> Any:
-    """A terminal of rich that shows names and paths literally: brackets are no markup."""
+    """A terminal of rich that shows names and paths literally: brackets are no markup, and no line
+    is broken.
+    """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, **options)
+    return Console(markup=False, emoji=False, soft_wrap=True, **options)
 
 
 def can_redraw(console: Any) -> bool:
@@ -114,7 +116,7 @@ class ProgressBars:
             usage=usage,
         )
         if result.evaluation and self._progress.disable and is_rank_zero():
-            self._console.print(_evaluation_line(name, steps, result, self._unit), soft_wrap=True)
+            self._console.print(_evaluation_line(name, steps, result, self._unit))
 
 
 def _evaluation_line(name: str, steps: int, result: "StepResult", unit: str) -> str:
@@ -173,7 +175,7 @@ class InspectionBar:
             self._progress.reset(self._task, total=total)
         self._progress.update(self._task, description=description, completed=done, total=total)
         if done == 0 and self._progress.disable:
-            self._console.print(description, soft_wrap=True)
+            self._console.print(description)
 
 
 def make_table(title: str, columns: Sequence[str]) -> Any:
@@ -189,7 +191,7 @@ def make_table(title: str, columns: Sequence[str]) -> Any:
 def print_table(table: Any, console: Any) -> None:
     """Print a table. A narrow terminal may wrap its lines, but no number is cut off."""
     needed_width = make_console(width=999).measure(table).maximum
-    make_console(width=max(console.width, needed_width)).print(table)
+    make_console(width=max(console.width, needed_width)).print(table, soft_wrap=False)
 
 
 def silence_libraries() -> None:

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import new_folder
-from ..validation import parse_dtype
 from .console import silence_libraries
-from .options import make_parser
+from .options import make_parser, parse_model_dtype
 
 
 def parser() -> Any:
@@ -24,7 +23,7 @@ def parser() -> Any:
         help="dtype that RoPE's table is rounded to: exact, bfloat16 (MUDDFormer's reference) or "
         "float16 (MUDDPythia's)",
     )
-    add("--dtype", type=str, default=None, help="dtype of the weights; default: the checkpoint's")
+    add("--dtype", type=str, default="auto", help="dtype of the weights; default: as saved")
     return command
 
 
@@ -37,9 +36,9 @@ def run(options: Any) -> int:
     out = Path(options.out)
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; download the checkpoint first")
-    dtype = None if options.dtype is None else parse_dtype(options.dtype)
+    dtype = parse_model_dtype(options.dtype)
     with new_folder(out) as work:
-        model = load_published(source, options.rope, dtype)
+        model = load_published(source, options.rope, None if dtype == "auto" else dtype)
         model.save_pretrained(work)
         copy_tokenizer(source, work)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -81,7 +81,7 @@ def run(options: Any) -> int:
         table.add_row(*_table_row(cost, gpu))
     print_table(table, console)
     batches = f"{options.batch} sequences of {options.context} tokens"
-    console.print(_legend(costs[0], gpu, batches), soft_wrap=True)
+    console.print(_legend(costs[0], gpu, batches))
     return 0
 
 

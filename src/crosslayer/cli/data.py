@@ -100,7 +100,7 @@ def _progress_lines() -> Iterator["ProgressCallback"]:
             if not can_redraw(console) and time.monotonic() - last_line > _LINE_SECONDS:
                 last_line = time.monotonic()
                 line = f"{name}: {counts.documents:,} documents, {megabytes:,.1f} MB so far"
-                console.print(line, soft_wrap=True)
+                console.print(line)
 
         yield show_progress
 
@@ -121,4 +121,4 @@ def _show(folder: str) -> None:
         first = stream.window(0, min(_SHOWN_IDS, len(stream))).numpy()
         lines.append(f"{name} begins with {tokenizer.decode(first)!r}")
     for line in lines:
-        console.print(line, soft_wrap=True)
+        console.print(line)

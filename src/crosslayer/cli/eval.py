@@ -1,6 +1,8 @@
 """`crosslayer eval`: tasks of lm-evaluation-harness, perplexity of texts and of target spans."""
 
+import math
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -8,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
-from ..files import check_new_file, lock_folder, write_json
+from ..files import UNFINISHED_SUFFIX, check_new_file, lock_folder, write_json
 from ..run_folders import EVALUATION_FILE
-from ..validation import check_positive, dtype_name
+from ..validation import check_non_negative, check_positive, dtype_name
 from .console import make_console, make_table, print_table, silence_libraries
 from .options import add_model_options, choose_device, make_parser, parse_model_dtype
 
@@ -106,7 +108,6 @@ def _check_options(options: Any, results_file: Path | None) -> None:
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     if options.windows is not None:
-        check_positive(windows=options.windows)
         if not options.text:
             raise ValueError("--windows is for --text; leave it out")
         if options.documents == "apart":
@@ -116,9 +117,22 @@ def _check_options(options: Any, results_file: Path | None) -> None:
     for name in ("num_fewshot", "limit", "include_path"):
         if getattr(options, name) is not None and not options.tasks:
             raise ValueError(f"--{name.replace('_', '-')} is for --tasks; leave it out")
-    check_positive(batch=options.batch)
+    _check_numbers(options)
     if results_file is not None:
         check_new_file(results_file)
+
+
+def _check_numbers(options: Any) -> None:
+    """Raise a ValueError for a number that is out of range."""
+    check_positive(batch=options.batch)
+    if options.windows is not None:
+        check_positive(windows=options.windows)
+    if options.limit is not None:
+        check_positive(limit=options.limit)
+    if options.num_fewshot is not None:
+        check_non_negative(num_fewshot=options.num_fewshot)
+    if options.context is not None and options.context < 2:
+        raise ValueError(f"context must be at least 2, got {options.context}")
 
 
 def run(options: Any) -> int:
@@ -161,18 +175,35 @@ def run(options: Any) -> int:
         # Tasks first: their data may be out of reach.
         if options.tasks:
             results["tasks"] = _run_tasks(options, model, tokenizer, task_manager, context)
-            _write_results(results, results_file)  # a text may turn out to be too short
-        results |= _score_files(options, model, tokenizer, texts, spans, context)
-        _write_results(results, results_file)
+            _write_unfinished(results, results_file)
+        results |= {"text": {}, "spans": {}}
+        table = make_table("perplexity", ["file", "metric", "value"])
+        scores = _score_files(options, model, tokenizer, texts, spans, context)
+        try:
+            for option, name, result in scores:
+                results[option][name] = _finite_values(result)
+                _add_rows(table, name, result)
+                _write_unfinished(results, results_file)
+        finally:  # one of several files may turn out to be too short
+            if table.row_count:
+                print_table(table, make_console())
+        if results_file is not None:
+            _write_results(results, results_file)
     if results_file is not None:
-        make_console().print(f"Results: {results_file}", soft_wrap=True)
+        make_console().print(f"Results: {results_file}")
     return 0
 
 
-def _write_results(results: dict[str, Any], results_file: Path | None) -> None:
+def _write_results(results: dict[str, Any], file: Path) -> None:
+    # The harness's results contain functions and dtypes.
+    write_json(file, results, default=str)
+
+
+def _write_unfinished(results: dict[str, Any], results_file: Path | None) -> None:
+    """Keep what has been measured beside the file of results, because the rest may fail."""
     if results_file is not None:
-        # The harness's results contain functions and dtypes.
-        write_json(results_file, results, default=str)
+        file = results_file.with_name(results_file.name + UNFINISHED_SUFFIX)
+        _write_results(results, file)
 
 
 def _read_texts(place: str, options: Any) -> "dict[str, list[str | EncodedText]]":
@@ -228,8 +259,8 @@ def _score_files(
     texts: "dict[str, list[str | EncodedText]]",
     spans: dict[str, Any],
     context: int,
-) -> dict[str, dict[str, Any]]:
-    """The perplexities of the files of --text and of --spans, which are printed."""
+) -> Iterator[tuple[str, str, Any]]:
+    """The perplexities of the files of --text and of --spans, each with its option and its name."""
     from ..evaluate import joined_perplexity, span_perplexity, text_perplexity
 
     measures: dict[str, Any] = {
@@ -240,20 +271,19 @@ def _score_files(
         ("text", measures[options.documents], texts),
         ("spans", span_perplexity, spans),
     ]
-    results: dict[str, dict[str, Any]] = {}
-    table = make_table("perplexity", ["file", "metric", "value"])
-    for kind, measure, files in scored:
-        results[kind] = {}
+    for option, measure, files in scored:
         for name, content in files.items():
             try:
                 result = measure(model, tokenizer, content, context, batch_size=options.batch)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            results[kind][name] = result._asdict()
-            _add_rows(table, name, result)
-    if table.row_count:
-        print_table(table, make_console())
-    return results
+            yield option, name, result
+
+
+def _finite_values(result: Any) -> dict[str, Any]:
+    """The fields of a result for JSON, which has no infinity: null in its place."""
+    fields = result._asdict()
+    return {name: None if value == math.inf else value for name, value in fields.items()}
 
 
 def _add_rows(table: Any, name: str, result: Any) -> None:

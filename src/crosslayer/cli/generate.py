@@ -39,7 +39,7 @@ def parser() -> Any:
 def run(options: Any) -> int:
     silence_libraries()
     from ..convert.pretrained import check_tokenizer, open_model, open_tokenizer
-    from ..evaluate.language_models import check_causal
+    from ..evaluate.language_models import check_logits
 
     check_positive(max_new_tokens=options.max_new_tokens)
     check_non_negative(temperature=options.temperature)
@@ -55,7 +55,7 @@ def run(options: Any) -> int:
     tokenizer = open_tokenizer(options.tokenizer or options.model)
     model = open_model(options.model, dtype, options.rope).to(device).eval()
     check_tokenizer(tokenizer, model)
-    check_causal(model)
+    check_logits(model)
     prompts = sys.stdin if options.prompt is None else [options.prompt]
     for prompt in prompts:
         if options.prompt is not None or prompt.strip():
@@ -68,14 +68,16 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from ..evaluate.language_models import encode_without_end, end_tokens
+    from ..evaluate.language_models import encode_without_end, end_tokens, find_first_token
 
     if has_surrogate(prompt):
         raise ValueError("the prompt is not UTF-8 text")
-    # without a dtype an empty list gives a tensor of floats
-    ids = torch.tensor([encode_without_end(tokenizer, prompt)], dtype=torch.long).to(model.device)
-    if ids.numel() == 0:
-        raise ValueError("the prompt has no tokens")
+    tokens: list[int | None] = [*encode_without_end(tokenizer, prompt)]
+    if not tokens:  # the model begins a text
+        tokens = [find_first_token(tokenizer, model)]
+    if None in tokens:
+        raise ValueError("the prompt has no tokens, and no token is known that begins a text")
+    ids = torch.tensor([tokens]).to(model.device)
     new_tokens = _tokens_that_fit(model, ids.shape[1], options.max_new_tokens)
     settings: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:

@@ -141,17 +141,17 @@ def _print_remarks(
     """Print alarms, analyses that failed, and views that could not be drawn."""
     for inspection in inspections:
         for line in [*inspection.results.get("alarms", []), *inspection.failures()]:
-            console.print(f"{inspection.name}: {line}", soft_wrap=True)
+            console.print(f"{inspection.name}: {line}")
     if training is None:
         return
     for line in training.notes:
-        console.print(line, soft_wrap=True)
+        console.print(line)
     if len(training.not_drawn) > _MOST_REASONS:
         names = ", ".join(training.not_drawn)
-        console.print(f"Not drawn: {names}. The report says what each needs.", soft_wrap=True)
+        console.print(f"Not drawn: {names}. The report says what each needs.")
     else:
         for name, needs in training.not_drawn.items():
-            console.print(f"{name} is not drawn; it needs {needs}", soft_wrap=True)
+            console.print(f"{name} is not drawn; it needs {needs}")
 
 
 def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:

@@ -154,7 +154,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     except OverflowError:
         raise ValueError("a number among the options is larger than any float") from None
     if any(name.endswith(".out") and value == "" for name, value in options.items()):
-        raise ValueError("--out is empty; give it the path of a folder, or leave it out")
+        raise ValueError("the output folder has no name; give it one, like ./results")
     _check_processes(options.command)
     return modules[options.command].run(options[options.command])
 

@@ -102,7 +102,7 @@ def _train_in_folder(
         result = trainer.result()
     except RunStopped as stop:
         if is_rank_zero():
-            console.print(f"{stop}. The same command resumes.", soft_wrap=True)
+            console.print(f"{stop}. The same command resumes.")
         return 130
     except RunDiverged as error:
         raise ValueError(str(error)) from None
@@ -112,12 +112,12 @@ def _train_in_folder(
         _write_result(folder, settings, arm, result)
         if not bars.have_shown:
             note = f"{folder}: the run had ended already; nothing was trained."
-            console.print(note, soft_wrap=True)
+            console.print(note)
         passes = examples.epochs(settings.optimization.steps, settings.data.batch)
         notes = _result_notes(result, passes)
         notes.append(f"{arm.name}: {_losses_text(result)}. Model: {folder / TRAINED_MODEL_FOLDER}")
         for note in notes:
-            console.print(note, soft_wrap=True)
+            console.print(note)
     shutdown_distributed()
     return 0
 

@@ -182,8 +182,9 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
     Raises:
         ValueError: there is no folder at `source`.
     """
-    path = find_folder(source, _TOKENIZER_FILES)
-    for name in (*_TOKENIZER_FILES, *_CHAT_TEMPLATE_FILES):
+    names = (*_TOKENIZER_FILES, *_CHAT_TEMPLATE_FILES)
+    path = find_folder(source, names)
+    for name in names:
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)
 

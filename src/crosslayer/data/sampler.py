@@ -47,6 +47,11 @@ class ResumableSampler(Sampler[int]):
         self.start = start
 
     def __iter__(self) -> Iterator[int]:
+        for _, index in self.positions():
+            yield index
+
+    def positions(self) -> Iterator[tuple[int, int]]:
+        """This rank's positions: the epoch and the index of the example of each."""
         share = self.batch // self.ranks
         first = self.start * self.batch + self.rank * share
         epoch_of_permutation = -1
@@ -57,7 +62,7 @@ class ResumableSampler(Sampler[int]):
                 if epoch != epoch_of_permutation:
                     permutation = _epoch_permutation(self.length, self.seed, epoch)
                     epoch_of_permutation = epoch
-                yield int(permutation[place])
+                yield epoch, int(permutation[place])
             first += self.batch
 
 

@@ -277,7 +277,10 @@ def _load_rows(source: TextSource) -> Any:
     import datasets
 
     if source.kind == "dataset":
-        return datasets.load_dataset(source.path, source.config, split=source.split, streaming=True)
+        path = source.path
+        if Path(path).exists():  # a bare name like text or csv would be a format of `datasets`
+            path = str(Path(path).resolve())
+        return datasets.load_dataset(path, source.config, split=source.split, streaming=True)
     check_regular_files(Path(source.path))
     saved = datasets.load_from_disk(source.path)
     if not isinstance(saved, datasets.DatasetDict):

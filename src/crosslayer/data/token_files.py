@@ -132,6 +132,8 @@ def _map_ids(file: Path) -> np.ndarray:
             "the text that it was made of"
         )
     try:
+        if file.exists() and not file.is_file():  # a pipe would wait for ever
+            raise ValueError("not a regular file")
         with file.open("rb") as stream:
             start = stream.read(4 * _LLM_C_HEADER)
         if start.startswith(_NUMPY_START):

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..errors import error_in_one_line, error_with_class
+from ..evaluation_mode import evaluation_mode
 from ..validation import check_non_negative, check_positive, did_you_mean
-from .language_models import check_causal, end_tokens
+from .language_models import check_logits, end_tokens
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_MODEL_FILES = "lm_eval/models/*.py"  # the harness's code that runs a model
 _BOOTSTRAP_ITERATIONS = 1000  # resamplings for the standard error of a perplexity
 
 
@@ -59,7 +62,6 @@ def evaluate_tasks(
             the context.
     """
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     check_positive(batch_size=batch_size)
     if limit is not None:
@@ -68,12 +70,38 @@ def evaluate_tasks(
         check_non_negative(num_fewshot=num_fewshot)
     if task_manager is None:
         task_manager = find_tasks(tasks)
-    check_causal(model)
+    check_logits(model)
+    with evaluation_mode(model):  # the harness sets it and leaves it
+        harness_model = _wrap_model(model, tokenizer, batch_size, context)
+        with (
+            _errors_in_words(", ".join(tasks), harness_model.max_length),
+            contextlib.redirect_stdout(sys.stderr),  # the harness prints remarks
+        ):
+            return simple_evaluate(
+                harness_model,
+                tasks=task_manager.match_tasks(list(tasks)),
+                task_manager=task_manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                bootstrap_iters=_BOOTSTRAP_ITERATIONS,
+                log_samples=False,
+            )
+
+
+def _wrap_model(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    batch_size: int,
+    context: int | None,
+) -> "HFLM":
+    """The harness's wrapper of a model, which it sets to evaluation mode."""
+    from lm_eval.models.huggingface import HFLM
+
     prefix_token = None  # the harness needs one even where no request is without context
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         prefix_token = next(iter(end_tokens(tokenizer, model)), 0)
     with _log_level("lm_eval.models.huggingface", logging.ERROR):
-        harness_model = HFLM(
+        return HFLM(
             pretrained=model,  # the harness warns that it is not a name
             backend="causal",
             tokenizer=copy.deepcopy(tokenizer),  # the harness gives it a padding token
@@ -81,19 +109,6 @@ def evaluate_tasks(
             batch_size=batch_size,
             softmax_dtype="float32",
             prefix_token_id=prefix_token,
-        )
-    with (
-        _errors_in_words(", ".join(tasks), harness_model.max_length),
-        contextlib.redirect_stdout(sys.stderr),  # the harness prints remarks
-    ):
-        return simple_evaluate(
-            harness_model,
-            tasks=task_manager.match_tasks(list(tasks)),
-            task_manager=task_manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-            log_samples=False,
         )
 
 
@@ -108,25 +123,26 @@ def _errors_in_words(tasks: str, context: int) -> Iterator[None]:
         reason = error_with_class(error.__cause__ or error)
         raise ValueError(f"cannot read the data of {tasks} ({reason})") from error
     except OSError as error:  # ConnectionError is one, and so is what datasets does not find
-        reason = str(error).splitlines()[0]
+        reason = error_in_one_line(error)
         raise ValueError(
             f"cannot load the data of {tasks} ({reason}); the harness downloads it from "
             "the Hugging Face Hub once, so run this with a network first, or give tasks on local "
             "files by --include-path"
         ) from error
-    except AssertionError as error:  # the harness's only check of lengths is an assert
-        raise ValueError(
-            f"the harness refused a request of {tasks}: is an answer longer than the context of "
-            f"{context} tokens?"
-        ) from error
     except Exception as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, AssertionError) and Path(files[-1]).match(_MODEL_FILES):
+            # The harness's only check of lengths is an assert.
+            raise ValueError(
+                f"the harness refused a request of {tasks}: is an answer longer than the context "
+                f"of {context} tokens?"
+            ) from error
         if type(error).__module__.startswith("jinja2"):  # of a template
             raise ValueError(
                 f"a template of {tasks} does not fit its documents ({error})"
             ) from error
         # Before it runs the model, the harness reads task files and documents without any checks.
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        in_model = any(Path(file).match("lm_eval/models/*.py") for file in files)
+        in_model = any(Path(file).match(_MODEL_FILES) for file in files)
         if in_model or isinstance(error, ImportError):
             raise
         raise ValueError(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..evaluation_mode import evaluation_mode
 
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def check_causal(model: "PreTrainedModel") -> None:
-    """Raise a ValueError where the logits of a token depend on tokens after it, as in an encoder.
+def check_logits(model: "PreTrainedModel") -> None:
+    """Raise a ValueError where the logits of a token depend on tokens after it, as in an encoder,
+    or have a NaN.
 
     Two short inputs that differ in their last token tell.
     """
@@ -24,6 +26,7 @@ def check_causal(model: "PreTrainedModel") -> None:
     ids[1, -1] = (ids[1, -1] + 1) % vocab
     with evaluation_mode(model):
         logits = model(ids, use_cache=False).logits[:, :-1].float()
+    check_no_nan(logits)
     difference = (logits[0] - logits[1]).abs().max()
     rounding = 1e-5 if model.dtype == torch.float32 else 3e-2  # relative
     if difference > rounding * logits.abs().max():
@@ -31,6 +34,12 @@ def check_causal(model: "PreTrainedModel") -> None:
             f"{type(model).__name__} sees the tokens that it would be scored by: a token's logits "
             "depend on tokens after it"
         )
+
+
+def check_no_nan(values: Tensor) -> None:
+    """Raise a ValueError where logits, or what was computed from them, have a NaN."""
+    if values.isnan().any():
+        raise ValueError("the model's logits have a NaN: one of its weights may be NaN")
 
 
 def context_limit(model: "PreTrainedModel") -> int | None:
@@ -55,7 +64,10 @@ def check_context(model: "PreTrainedModel", context: int | None) -> int:
 
 
 def encode_without_end(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The tokens of a text, with those that the tokenizer puts before it and none after it."""
+    """The tokens of a text, with those that the tokenizer puts before it and none after it.
+
+    Where a text has none, there is none before it.
+    """
     tokens = tokenizer.encode(text)
     plain = tokenizer.encode(text, add_special_tokens=False)
     added = len(tokens) - len(plain)

@@ -11,12 +11,11 @@ that are. Documents are independent. (joined_documents.py joins them.)
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from ..losses import bits_per_byte, exp_or_inf
 from .language_models import check_context, find_first_token
 from .texts import EncodedText, encode_text
 from .windows import (
     ScoredWindow,
-    bits_per_byte,
-    exp_or_inf,
     log_likelihoods,
     nothing_to_score,
     rolling_windows,

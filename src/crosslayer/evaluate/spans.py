@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import parse_json
 from ..intervals import estimate_mean
+from ..losses import exp_or_inf
 from ..validation import has_surrogate
 from .language_models import check_context, encode_without_end, find_first_token
-from .windows import ScoredWindow, exp_or_inf, log_likelihoods, split_window
+from .windows import ScoredWindow, log_likelihoods, split_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

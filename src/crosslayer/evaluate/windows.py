@@ -1,22 +1,21 @@
 """Windows of tokens, and the log-likelihood that a model gives their targets."""
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..evaluation_mode import evaluation_mode
+from ..losses import cross_entropy
 from ..validation import check_positive
-from .language_models import check_causal
+from .language_models import check_logits, check_no_nan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOG_SECONDS = 60  # between two lines of progress in a log file
+_LOG_SECONDS = 60  # between two lines of progress in a log file
 
 
 class ScoredWindow(NamedTuple):
@@ -29,6 +28,10 @@ class ScoredWindow(NamedTuple):
 
     seen: list[int]
     target: list[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.seen) + len(self.target)
 
 
 def rolling_windows(tokens: list[int], context: int, stride: int) -> list[ScoredWindow]:
@@ -84,9 +87,9 @@ def log_likelihoods(
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     check_positive(batch_size=batch_size)
-    check_causal(model)
+    check_logits(model)
     # Longest first: windows of a batch are of similar length, and a lack of memory shows at once.
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].seen + windows[i].target))
+    order = sorted(range(len(windows)), key=lambda i: -windows[i].length)
     scores = [0.0] * len(windows)
     starts = range(0, len(order), batch_size)
     with evaluation_mode(model):
@@ -96,14 +99,11 @@ def log_likelihoods(
             inputs = [torch.tensor((windows[i].seen + windows[i].target)[:-1]) for i in batch]
             padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(model.device)
             logits = model(padded, use_cache=False).logits
-            log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             for row, i in enumerate(batch):
                 target = torch.tensor(windows[i].target, device=model.device)
                 positions = slice(len(inputs[row]) - len(target), len(inputs[row]))
-                of_target = log_probabilities[row, positions].gather(-1, target[:, None])
-                scores[i] = of_target.sum().item()
-    if any(math.isnan(score) for score in scores):
-        raise ValueError("the model's logits have a NaN: one of its weights may be NaN")
+                scores[i] = -cross_entropy(logits[row, positions], target).sum().item()
+    check_no_nan(torch.tensor(scores))
     return scores
 
 
@@ -111,16 +111,4 @@ def _progress_times() -> dict[str, float]:
     """Of tqdm: a bar on a terminal; in a log file nothing at first, and then a line at times."""
     if sys.stderr.isatty():
         return {}
-    return {"delay": LOG_SECONDS, "mininterval": LOG_SECONDS}
-
-
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """A loss in bits per byte of text. loss: in nats a token."""
-    return loss / math.log(2) / bytes_per_token
-
-
-def exp_or_inf(x: float) -> float:
-    """e^x, or infinity: the perplexity of an untrained model's words, or of a diverged run, may be
-    no float.
-    """
-    return math.inf if x >= 700 else math.exp(x)
+    return {"delay": _LOG_SECONDS, "mininterval": _LOG_SECONDS}

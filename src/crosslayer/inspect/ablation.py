@@ -18,10 +18,10 @@ from ..connection import find_connections
 from ..connections.denseformer import DenseFormer
 from ..connections.mgr import MGR
 from ..connections.mudd import Mudd
-from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from ..hf.host_norms import find_attribute
+from ..losses import exp_or_inf
 from .observation import ModelInputs, connected_for_analysis, layer_label, port_label
 from .scoring import check_scored, score_logits
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
-from ..evaluate.language_models import check_causal
+from ..evaluate.language_models import check_logits
 from .ablation import (
     ablate_blocks,
     ablate_sublayers,
@@ -315,7 +315,7 @@ def _run_single(
     try:
         passes = analysis.passes(subject)
         if analysis.scores and passes and batches and has_next_tokens(batches[0]):
-            check_causal(subject.model)
+            check_logits(subject.model)
         batches = _CountedBatches(batches, key, passes, progress)
         result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ..data.sources import ALL_SETS
-from ..evaluate.windows import bits_per_byte, exp_or_inf
 from ..evaluation_mode import evaluation_mode
+from ..losses import bits_per_byte, exp_or_inf
 from .task import Examples, TrainingTask
 
 

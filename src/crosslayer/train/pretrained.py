@@ -8,7 +8,7 @@ from torch import nn
 
 from ..connection import find_connections
 from ..convert.pretrained import open_model
-from ..evaluate.language_models import check_causal, context_limit
+from ..evaluate.language_models import check_logits, context_limit
 from ..files import expand_place
 from ..hf import connect, disconnect
 from ..spec import is_same_connection, make
@@ -44,7 +44,7 @@ def open_backbone(
             f"context must be at most {positions:,}, the positions of {source}, got "
             f"{data.context:,}"
         )
-    check_causal(model)
+    check_logits(model)
     return model
 
 
