@@ -130,7 +130,7 @@ def test_the_rate_of_connections_that_belongs_to_the_default_rate(text_file, tmp
         (["--arms", "mudd"], 0.1),
         (["--steps=9"], 0.1),
         (["--lr=3e-4"], 1),
-        (["--pretrained=model"], 1),
+        (["--pretrained=model", "--lr=1e-4"], 1),
         ([str(tmp_path / "recipe.yaml")], 1),
         (["--connection-lr-scale=0.5"], 0.5),
     ):

@@ -23,7 +23,7 @@ from crosslayer.train.task import LANGUAGE_TASK, build_model, load_examples
 from crosslayer.train.trainer import Trainer
 
 SIZES = ["--layers=2", "--dim=16", "--heads=2"]
-STEPS = ["--steps=3", "--evals=1", "--batch=2", "--eval-batches=2", "--context=32"]
+STEPS = ["--steps=3", "--evals=1", "--batch=2", "--eval-batches=2", "--context=32", "--lr=6e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def train(text_file, out, *extra):
 
 @pytest.mark.parametrize("connection", ["prenorm", "mudd"])
 def test_a_run_starts_from_the_weights(model, connection):
-    settings = Settings.from_options(pretrained=str(model), context=32)
+    settings = Settings.from_options(pretrained=str(model), context=32, lr=1e-3)
     assert settings.data.tokenizer == str(model)
     expected = open_model(model)
     ids = torch.randint(300, (2, 9))
@@ -60,7 +60,8 @@ def test_activations_are_those_of_training(model, text_file):
     measured = {}
     for recompute in ("none", "layers"):
         options = {"data": str(text_file), "context": 32, "batch": 2, "recompute": recompute}
-        settings = Settings.from_options(pretrained=str(model), steps=1, evals=1, **options)
+        options |= {"pretrained": str(model), "lr": 1e-3, "steps": 1, "evals": 1}
+        settings = Settings.from_options(**options)
         trainer = Trainer(
             launch_fabric(settings.engine),
             build_model(settings, "prenorm", 300, 0),
@@ -146,18 +147,24 @@ def test_what_does_not_fit_is_one_line(model, text_file, tmp_path, capsys, extra
     assert message in error
 
 
+def test_a_pretrained_model_needs_its_own_rate(model):
+    """The default is many times that of a model that is trained further."""
+    with pytest.raises(ValueError, match=r"give lr, such as 1e-4; the default of 0\.006 is for new"):
+        Settings.from_options(pretrained=str(model))
+
+
 def test_options_of_a_new_backbone_are_refused(model):
     with pytest.raises(ValueError, match="router_z_loss describes another backbone"):
-        Settings.from_options(pretrained=str(model), router_z_loss=0.1)
+        Settings.from_options(pretrained=str(model), lr=1e-3, router_z_loss=0.1)
     with pytest.raises(ValueError, match="--scale tiny builds a small model with random weights"):
-        Recipe([Arm.from_row("mudd")], {}, "tiny", {"pretrained": str(model)}).settings()
+        Recipe([Arm.from_row("mudd")], {}, "tiny", {"pretrained": str(model), "lr": 1e-3}).settings()
 
 
 def test_an_arm_of_a_recipe_may_be_pretrained(model, text_file, tmp_path):
     """It has its tokenizer, also where its results are read again."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "layers: 1\ndim: 16\nheads: 2\narms: [prenorm, "
+        "layers: 1\ndim: 16\nheads: 2\nlr: 0.001\narms: [prenorm, "
         f"{{name: P, connection: prenorm, pretrained: {model}}}]"
     )
     out = tmp_path / "out"
@@ -169,7 +176,7 @@ def test_an_arm_of_a_recipe_may_be_pretrained(model, text_file, tmp_path):
     comparison = Comparison.from_results(results, out)
     tokenizers = [comparison.recipe.settings(arm).data.tokenizer for arm in comparison.arms]
     assert tokenizers == ["bytes", str(model)]
-    replaced = load_recipe(recipe, pretrained=str(model)).settings()
+    replaced = load_recipe(recipe, pretrained=str(model), lr=1e-3).settings()
     assert replaced.model.layers == Settings.from_options().model.layers
 
 

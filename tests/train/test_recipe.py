@@ -158,7 +158,7 @@ def test_a_prepared_corpus_comes_with_its_tokenizer(tmp_path, monkeypatch):
     assert tokenizer(data=str(folder)) == tokenizer(data="$PREPARED") == "bpe:260"
     assert tokenizer(data=str(tmp_path / "text.txt")) == tokenizer(data="stdlib") == "bytes"
     assert tokenizer(data=str(folder), tokenizer="bytes") == "bytes"
-    assert tokenizer(data=str(folder), pretrained="model") == "model"
+    assert tokenizer(data=str(folder), pretrained="model", lr=1e-4) == "model"
     recipe = Recipe([Arm("a", "prenorm", options={"data": str(folder)}), Arm("b", "prenorm")])
     assert [recipe.settings(arm).data.tokenizer for arm in recipe.arms] == ["bpe:260", "bytes"]
     assert load_texts(recipe.settings(recipe.arms[0]).data, {}).num_classes == 260

@@ -64,10 +64,24 @@ def test_the_header_says_what_it_is(file):
     assert re.match(r"Paper: .+ \(.+, 20\d\d\), arXiv \d{4}\.\d{5}, .+", header)
     for part in ("Compared", "Hardware", "Time", "Expected", "Not stated", "Data", "Command"):
         assert re.search(rf"^{part}: \S", header, re.MULTILINE), part
-    assert f"crosslayer compare recipes/{file.name}, and with --scale tiny" in header
+    assert f"crosslayer compare recipes/{file.name}" in (one_line := " ".join(header.split()))
+    assert one_line.rstrip().endswith("--scale tiny to try it on a CPU")
     assert all(len(line) <= 120 for line in text.splitlines())
     if any(arm.parameters is None for arm in opened(file).arms):
         assert re.search(r"The parameters of [^.]+ are not stated", " ".join(header.split()))
+
+
+def test_the_command_uses_the_hardware(file):
+    """The GPUs that the header names share the batch in micro-batches of its size."""
+    header = " ".join(re.sub(r"^# ", "", file.read_text("utf8"), flags=re.MULTILINE).split())
+    gpus, sequences = re.search(
+        r"[hH]ere (one|\d+)(?: GPUs?)? of 80 GB, (\d+) sequences per", header
+    ).groups()  # fmt: skip
+    ranks = 1 if gpus == "one" else int(gpus)
+    assert opened(file).settings().micro_batch(ranks) == int(sequences)
+    nodes = f"--nnodes {ranks // 8} " if ranks > 8 else ""
+    launcher = "" if ranks == 1 else f"torchrun {nodes}--nproc-per-node 8 -m "
+    assert f"Command: {launcher}crosslayer compare" in header
 
 
 def test_every_arm_has_the_papers_parameters(file):

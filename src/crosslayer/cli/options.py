@@ -123,8 +123,7 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
                 "--scale needs a recipe; without one, use options like --layers and --dim"
             )
         specs = parse_specs(options.get("arms", arms))
-        has_own_rate = "lr" in overrides or overrides.get("pretrained") is not None
-        shared = {} if has_own_rate else dict(_WITH_DEFAULT_RATE)
+        shared = {} if "lr" in overrides else dict(_WITH_DEFAULT_RATE)
         return Recipe(_unique_arms(map(Arm.from_row, specs)), shared, overrides=overrides)
 
     recipe = load_recipe(options.recipe, options.get("scale", "full"), **overrides)

@@ -305,6 +305,11 @@ class Settings(NamedTuple):
         """
         options = parse_options(options)
         if options.get("pretrained") is not None:
+            if "lr" not in options:
+                raise ValueError(
+                    "a pretrained model needs a learning rate of its own: give lr, such as 1e-4; "
+                    f"the default of {OptimizationSettings.lr:g} is for new models"
+                )
             options.setdefault("tokenizer", options["pretrained"])
         elif "data" in options and "tokenizer" not in options:
             name = find_tokenizer_name(expand_place(options["data"]))
