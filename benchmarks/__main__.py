@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks: {error_in_one_line(error)}", file=sys.stderr)
         return 1
     print_rows(name, rows)
-    print(f"Rows appended to {out / name}.csv")
+    if rows:
+        print(f"Rows appended to {out / name}.csv")
     return 0
 
 

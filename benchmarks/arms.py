@@ -39,8 +39,12 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     if settings.study not in plans:
         raise ValueError(f"unknown study {settings.study!r}{did_you_mean(settings.study, plans)}")
     plan = plans[settings.study]
+    by_name = {arm.name: arm for arm in plan.recipe.arms}
+    for name in settings.arms:
+        if name not in by_name:
+            raise ValueError(f"unknown arm {name!r}{did_you_mean(name, by_name)}")
     names = settings.arms or plan.arm_names
-    arms = [arm for arm in plan.recipe.arms if arm.name in names]
+    arms = [arm for name, arm in by_name.items() if name in names]
     measured = Counter(row["arm"] for row in settings.earlier_rows if row["study"] == plan.name)
     for number in range(MEASUREMENTS):
         for arm in arms:
@@ -50,7 +54,7 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
 
 def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
     builds = {
-        row.name: functools.partial(build_calls, recipe, row, settings.rounds)
+        row.name: functools.partial(build_calls, recipe, row, settings)
         for row in (Arm.from_row("prenorm"), arm)
     }
     timer = Timer(settings.torch_device)
@@ -74,23 +78,26 @@ def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
     return row
 
 
-def build_calls(recipe: Recipe, arm: Arm, rounds: int) -> Calls:
+def build_calls(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Calls:
     """The calls of one arm, of models with random weights."""
-    settings = recipe.settings(arm)
-    data = settings.data
-    vocab = settings.model.vocab
+    device = settings.torch_device
+    train_settings = recipe.settings(arm)
+    data = train_settings.data
+    vocab = train_settings.model.vocab
     assert vocab is not None, "each study states its vocabulary"
-    trained = build_model(settings, arm.connection, vocab, 0, recipe.task)
-    model: Any = build_model(settings, arm.connection, vocab, 0, recipe.task).eval()
-    tokens = torch.randint(vocab, (data.batch, data.context))
+    trained = build_model(train_settings, arm.connection, vocab, 0, recipe.task).to(device)
+    model: Any = (
+        build_model(train_settings, arm.connection, vocab, 0, recipe.task).to(device).eval()
+    )
+    tokens = torch.randint(vocab, (data.batch, data.context), device=device)
 
     @torch.no_grad()
     def forward() -> None:
         model(input_ids=tokens, use_cache=False)
 
-    most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (rounds + WARMUP_CALLS + 1)
+    most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (settings.rounds + WARMUP_CALLS + 1)
     return {
-        "step": training_step(trained, settings, arm, vocab),
+        "step": training_step(trained, train_settings, arm, vocab),
         "forward": forward,
         "decode": decoding(model, model, max(data.context, most_tokens), TOKENS_PER_CALL),
     }

@@ -16,7 +16,7 @@ from benchmarks.paired import time_with_prenorm
 from benchmarks.peers import DEPTHS
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
-from benchmarks.timing import PASSES, Calls, forward_and_backward
+from benchmarks.timing import PASSES, Calls, NotMeasured, forward_and_backward
 
 COLUMNS = (
     *("connection", "layers", "tokens", "D", "dtype", "variant"),
@@ -102,6 +102,8 @@ def build_calls(name: str, D: int, settings: BenchmarkSettings, variant: str) ->
     if variant == "compiled" and settings.compile == "model":
         model.compile(fullgraph=True)
     elif variant == "compiled":
-        for site in getattr(model, "sites", ()):
+        if not hasattr(model, "sites"):
+            raise NotMeasured(f"{name} has no reads that could be compiled one by one")
+        for site in model.sites:
             site.compile(fullgraph=True)
     return forward_and_backward(lambda *_: (model(x),), [x, *model.parameters()])

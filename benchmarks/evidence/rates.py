@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.evidence.claims import add_losses
 from benchmarks.evidence.figures import LOSS, MAIN_ARMS, Figure
 from benchmarks.evidence.studies import BASELINE, Part, Study, read_recipe
 from benchmarks.evidence.tables import describe_commands
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
-from crosslayer.intervals import mean_interval
 from crosslayer.number_texts import NOT_KNOWN, format_interval, markdown_table
 from crosslayer.plotting import DrawPanel
 
@@ -32,8 +32,14 @@ def losses_by_schedule(studies: Iterable[Study]) -> ScheduleLosses:
                 model, _, optimization, _ = comparison.recipe.settings(scaled)
                 schedule = (optimization.warmup, optimization.lr)
                 finished = {seed: loss for seed, loss in of_seeds.items() if math.isfinite(loss)}
+                of_arm = losses[model.layers][arm.name]
+                if finished and schedule in of_arm:
+                    raise ValueError(
+                        f"{study.plan.name}: another study has {arm.name} with {model.layers} "
+                        f"layers at {optimization.lr:g} and the same warm-up"
+                    )
                 if finished:
-                    losses[model.layers][arm.name][schedule] = finished
+                    of_arm[schedule] = finished
     return losses
 
 
@@ -116,7 +122,7 @@ def _cell(losses: SeedLoss, name: str, baseline: SeedLoss) -> str:
     if not losses:
         return NOT_KNOWN
     text = f"{statistics.fmean(losses.values()):.4f} ({len(losses)})"
-    differences = [losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline)]
-    if name == BASELINE or not differences:
+    difference = add_losses([losses, {seed: -loss for seed, loss in baseline.items()}], [])
+    if name == BASELINE or difference is None:
         return text
-    return f"{text}<br>{format_interval(mean_interval(differences))}"
+    return f"{text}<br>{format_interval(difference.interval)}"

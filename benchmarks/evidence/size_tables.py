@@ -5,7 +5,13 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.evidence.studies import BASELINE, Part, Plan, Study
-from benchmarks.evidence.tables import NOT_RUN, arm_cells, describe_commands, describe_embeddings
+from benchmarks.evidence.tables import (
+    NOT_RUN,
+    arm_cells,
+    corrected_arms,
+    describe_commands,
+    describe_embeddings,
+)
 from crosslayer.inspect.training import PowerLaw, estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
@@ -25,6 +31,16 @@ def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
             cells[describe_options(plan, varied)] = _difference_cell(studies[plan.name], name)
         rows.append(cells)
     texts = [markdown_table(tuple(rows[0]), rows)]
+    corrections = [
+        f"- {describe_options(plan, varied)}: of {tested}, {remaining}."
+        for plan in finished
+        if plan.part == part.title
+        for tested, remaining in [corrected_arms(studies[plan.name])]
+        if tested > 1
+    ]
+    if corrections:
+        lines = "\n".join(corrections)
+        texts.append(f"With Holm's correction for the arms that have an interval:\n\n{lines}")
     missing = [describe_options(plan, varied) for plan in part.plans if plan not in finished]
     if missing:
         texts.append(f"Not run yet: {'; '.join(missing)}.")

@@ -34,7 +34,6 @@ RESULTS = ROOT / "docs" / "evidence"
 SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
-LONG_STUDY = "long"  # the same for four times the tokens
 TWENTY_TOKENS_STUDY = "tokens-20"  # a small model that sees twenty tokens a parameter
 TWENTY_TOKENS_SCALED = "tokens-20-scaled"  # the same with the embeddings of the first study
 SMALL_STUDY = "warm-small"  # most of these in a smaller model, with a longer warm-up

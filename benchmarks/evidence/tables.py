@@ -163,13 +163,12 @@ def _arms_notes(study: Study) -> list[str]:
     device, torch = (results.environment[name] for name in ("device", "torch"))
     hours = f"{study.hours:.1f} hours"
     notes = [f"{len(results.runs)} runs, {hours} of training on {device}, torch {torch}."]
-    differences = {name: estimate_difference(study, name) for name in study.arms}
-    remaining, tested = remaining_after_holm(differences)
+    tested, remaining = corrected_arms(study)
     if tested > 1:
         notes.append(
             f"Arms with an interval: {tested}. Of as many without any effect, about "
             f"{LEVEL * tested:.1f} would be called better or worse by chance. With Holm's "
-            f"correction for {tested} comparisons {_count_remaining(remaining)}."
+            f"correction for {tested} comparisons {remaining}."
         )
     if not study.plan.paired:
         notes.append(
@@ -179,6 +178,15 @@ def _arms_notes(study: Study) -> list[str]:
     for run in results.diverged:
         notes.append(f"{run.arm}, seed {run.seed}: diverged at step {run.step}.")
     return notes
+
+
+def corrected_arms(study: Study) -> tuple[int, str]:
+    """The number of arms with an interval, and which of them differ with Holm's correction for it,
+    in words.
+    """
+    differences = {name: estimate_difference(study, name) for name in study.arms}
+    remaining, tested = remaining_after_holm(differences)
+    return tested, _count_remaining(remaining)
 
 
 def _count_remaining(names: Collection[str]) -> str:

@@ -149,7 +149,9 @@ def test_what_does_not_fit_is_one_line(model, text_file, tmp_path, capsys, extra
 
 def test_a_pretrained_model_needs_its_own_rate(model):
     """The default is many times that of a model that is trained further."""
-    with pytest.raises(ValueError, match=r"give lr, such as 1e-4; the default of 0\.006 is for new"):
+    with pytest.raises(
+        ValueError, match=r"give lr, such as 1e-4; the default of 0\.006 is for new"
+    ):
         Settings.from_options(pretrained=str(model))
 
 
@@ -157,7 +159,9 @@ def test_options_of_a_new_backbone_are_refused(model):
     with pytest.raises(ValueError, match="router_z_loss describes another backbone"):
         Settings.from_options(pretrained=str(model), lr=1e-3, router_z_loss=0.1)
     with pytest.raises(ValueError, match="--scale tiny builds a small model with random weights"):
-        Recipe([Arm.from_row("mudd")], {}, "tiny", {"pretrained": str(model), "lr": 1e-3}).settings()
+        Recipe(
+            [Arm.from_row("mudd")], {}, "tiny", {"pretrained": str(model), "lr": 1e-3}
+        ).settings()
 
 
 def test_an_arm_of_a_recipe_may_be_pretrained(model, text_file, tmp_path):
