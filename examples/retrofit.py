@@ -28,8 +28,8 @@ from typing import Any
 from crosslayer.data.tokenizing import BYTE_TOKENIZER
 from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json, write_json, write_text_atomic
-from crosslayer.intervals import mean_and_std
-from crosslayer.number_texts import NOT_KNOWN, format_mean_std, markdown_table
+from crosslayer.intervals import mean_and_std, mean_interval
+from crosslayer.number_texts import NOT_KNOWN, format_interval, format_mean_std, markdown_table
 from crosslayer.plotting import BLACK, HUES, line_look
 from crosslayer.run_folders import DATA_DIGEST
 from crosslayer.train.callbacks import ConnectAtStep
@@ -220,8 +220,8 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
             f"{options['dim']}, {options['heads']} heads; {optimizer} at {options['lr']:g}, "
             f"{options['precision']}; on "
             f"{environment['device']}, torch {environment['torch']}, crosslayer "
-            f"{environment['crosslayer']}. Losses in nats per {unit} on held-out text; differences "
-            "seed by seed, ± their standard deviation."
+            f"{environment['crosslayer']}. Losses in nats per {unit} on held-out text, ± their "
+            "standard deviation over seeds; differences seed by seed, with 95 % intervals."
         ),
         "",
         f"![Validation loss of late switches]({figure})",
@@ -245,7 +245,7 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
             str(len(group)),
         ]
         if differences and not is_baseline:
-            cells[4] = format_mean_std(mean_and_std(differences), "+.4f")
+            cells[4] = format_interval(mean_interval(differences))
         rows.append(dict(zip(COLUMNS, cells, strict=True)))
     return [*lines, markdown_table(COLUMNS, rows)]
 

@@ -79,6 +79,12 @@ def test_tables_are_whole():
                 assert re.fullmatch(r"[|: -]+", rows[1] if rows[1:] else ""), rows[0]
 
 
+def test_no_item_is_within_another():
+    """As where the lines of a list were joined."""
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+        assert not re.findall(r".*[.;:] - \*\*.*", page.read_text("utf8")), page
+
+
 @pytest.fixture
 def laurel(tmp_path, monkeypatch):
     """The tutorial's file, as if it lay in src/crosslayer/connections."""
