@@ -4,9 +4,11 @@ import copy
 import io
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +27,7 @@ from transformers import (
 import crosslayer
 from crosslayer import Connection
 from crosslayer.hf.loading import read_config
-from crosslayer.testing.tiny_model import perturb_weights
+from crosslayer.testing.tiny_model import equal_tensors, perturb_weights
 from tests.hf.backbones import (
     KINDS,
     METHODS,
@@ -48,6 +50,31 @@ def no_progress_bars():
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def test_an_uploaded_model_is_what_was_saved(tmp_path, monkeypatch):
+    """The Hub is replaced; what transformers gives it is kept."""
+    uploaded: dict[str, bytes] = {}
+
+    def create_commit(self, repo_id, operations, **_):
+        for operation in operations:
+            with operation.as_file() as file:
+                uploaded[operation.path_in_repo] = file.read()
+
+    repository = SimpleNamespace(repo_id="owner/name")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, *_, **options: repository)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    card = ModelCard("---\nlibrary_name: transformers\n---\n")
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: card)
+    model = perturb_weights(crosslayer.connect(llama(), "mudd"))
+    model.push_to_hub("owner/name")
+    assert {"config.json", "model.safetensors", "crosslayer_model.py", "README.md"} <= {*uploaded}
+    snapshot = snapshot_folder(tmp_path, "owner/name")
+    for name, content in uploaded.items():
+        (snapshot / name).write_bytes(content)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    loaded = crosslayer.from_pretrained("owner/name")
+    assert equal_tensors(loaded.state_dict(), model.state_dict())
 
 
 def auto_class(family: str):
