@@ -51,6 +51,16 @@ def no_registered_method(monkeypatch):
     monkeypatch.setattr(Tripled, "name", "")
 
 
+@pytest.fixture
+def read_packages_again(monkeypatch):
+    """The entry points of packages are read anew in the test, and after it."""
+    methods._entry_points.cache_clear()
+    yield
+    monkeypatch.undo()
+    sys.modules.pop("halving", None)
+    methods._entry_points.cache_clear()
+
+
 def install(folder, *entries, package="halving"):
     """A package with these entry points, as pip would leave it."""
     (folder / "halving.py").write_text(PACKAGE)
@@ -129,7 +139,7 @@ def test_the_laws_cover_an_installed_package(tmp_path):
     install(tmp_path, "halved = halving:Halved")
     module = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "crosslayer.testing.laws")
     printed = run_in_new_process(tmp_path, *module, "-k", "halved and (alone or starts or dead)")
-    assert re.search(r"\n7 passed, \d+ deselected", printed), printed
+    assert re.search(r"\n8 passed, \d+ deselected", printed), printed
 
 
 @pytest.mark.parametrize(
@@ -140,15 +150,12 @@ def test_the_laws_cover_an_installed_package(tmp_path):
         ("halved = halving:float32_parameter", "must be a class derived from crosslayer.Conn"),
     ],
 )
+@pytest.mark.usefixtures("read_packages_again")
 def test_a_package_that_brings_something_else(tmp_path, monkeypatch, entry, message):
     install(tmp_path, entry)
     monkeypatch.syspath_prepend(tmp_path)
-    methods._entry_points.cache_clear()
-    try:
-        with pytest.raises(ValueError, match=message):
-            crosslayer.make("halved")
-    finally:
-        methods._entry_points.cache_clear()
+    with pytest.raises(ValueError, match=message):
+        crosslayer.make("halved")
 
 
 @pytest.mark.parametrize(
@@ -160,16 +167,15 @@ def test_a_package_that_brings_something_else(tmp_path, monkeypatch, entry, mess
         ("two-gate", ["halving"], "a name has ASCII letters, digits and _ alone"),
     ],
 )
+@pytest.mark.usefixtures("read_packages_again")
 def test_an_entry_point_that_is_not_used(tmp_path, monkeypatch, name, packages, problem):
     for package in packages:
         install(tmp_path, f"{name} = halving:Halved", package=package)
     monkeypatch.syspath_prepend(tmp_path)
-    methods._entry_points.cache_clear()
     message = f"'{name}' of the package (halving|thirding) is not used: {problem}"
     with pytest.warns(UserWarning, match=message):
         assert crosslayer.make("hyper").method.__module__ == "crosslayer.connections.hyper"
         assert crosslayer.available().count(name) == (name in ("hyper", "halved"))
-    methods._entry_points.cache_clear()
 
 
 @pytest.mark.usefixtures("no_registered_method")

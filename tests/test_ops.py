@@ -112,22 +112,25 @@ def test_norms_of_half_precision_are_computed_in_float32(norm, dtype):
     torch.testing.assert_close(norm(x), norm(x.float()).to(dtype), rtol=0, atol=0)
 
 
-def width_of_many(H, w):
-    return width_connection(H, w[..., 0], w, NormSpec(torch.ones(100), None, 1e-6, False))
+def width_of_many(H, pre, res):
+    return width_connection(H, pre, res, NormSpec(torch.ones(100), None, 1e-6, False))
 
 
-def single_pass_of_many(H, w):
+def single_pass_of_many(H, pre, res):
     norm = NormSpec(torch.ones(100), None, 1e-6, False)
     W = torch.linspace(-1, 1, 800).view(400, 2)
-    return single_pass_connection(H, H[..., 0, :], w[..., 1], w, w[..., 0], W, norm=norm)
+    y, post = H[..., 0, :], torch.zeros_like(pre)
+    return single_pass_connection(H, y, post, res, pre, W, norm=norm)
 
 
 @pytest.mark.parametrize("op", [width_of_many, single_pass_of_many])
 def test_normed_sums_of_float16_streams_are_those_of_float32(op):
-    H, w = torch.randn(2, 3, 4, 100).half(), torch.randn(2, 3, 4, 4)
-    of_half = op(H, w)
+    """The sum of four streams is beyond float16; each of them, and the norm, is within."""
+    H = (4e4 + 1e4 * torch.rand(2, 3, 4, 100)).half()
+    pre, res = torch.ones(2, 3, 4), torch.eye(4).expand(2, 3, 4, 4)
+    of_half = op(H, pre, res)
     assert of_half[0].dtype == of_half[1].dtype == torch.float16
-    for half, full in zip(of_half, op(H.float(), w), strict=True):
+    for half, full in zip(of_half, op(H.float(), pre, res), strict=True):
         torch.testing.assert_close(half.float(), full, rtol=1e-2, atol=1e-2)
 
 

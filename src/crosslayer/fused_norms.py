@@ -48,15 +48,23 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
 
     def mix_and_norm(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         first = first_tensor(state)
-        fuses = uses_kernel(first) or (self.sums_streams and first.dtype == torch.float16)
-        norms = self.fused_norm_specs() if fuses else ()
-        return self.fused_read(state, norms) if norms else super().mix_and_norm(state)
+        norms_wide_sum = self.sums_streams and first.dtype == torch.float16
+        norms = self.fused_norm_specs() if norms_wide_sum or uses_kernel(first) else ()
+        if norms and not self.ports_share_input:
+            return self.fused_read(state, norms)
+        if norms and norms_wide_sum:
+            reads = [self.fused_read(state, (norm,)) for norm in norms]
+            return tuple(inputs[0] for inputs, _ in reads), reads[-1][1]
+        return super().mix_and_norm(state)
+
+    @property
+    def ports_share_input(self) -> bool:
+        """Whether two ports with a norm each read one tensor, as in a parallel block."""
+        return len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
 
     def fused_norm_specs(self) -> tuple[NormSpec, ...]:
         """The norms of all ports; empty where one cannot be fused, so that all run as modules."""
-        # In a parallel block, two ports with a norm each read one tensor.
-        ports_share_input = len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
-        if not self.can_fuse_norms or ports_share_input or self.stream_dtype is not None:
+        if not self.can_fuse_norms or self.stream_dtype is not None:
             return ()
         specs = []
         for norm in self.norms:

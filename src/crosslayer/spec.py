@@ -75,8 +75,9 @@ class ConnectionSpec:
         method_options = {
             key: value for key, value in self.options.items() if key not in _COMMON_OPTIONS
         }
+        norms = _call_norm_factory(norm, dim)
         try:
-            connection = self.method(site, dim, norm, **method_options)
+            connection = self.method(site, dim, norms, **method_options)
         except (TypeError, IndexError, AttributeError) as error:
             if not method_options:
                 raise  # an error of the method
@@ -101,6 +102,21 @@ class ConnectionSpec:
     def __hash__(self) -> int:
         # Values may be lists, which have no hash, and 2 equals 2.0. The order does not matter.
         return hash((self.name, frozenset(self.options)))
+
+
+def _call_norm_factory(norm: NormFactory, dim: int) -> NormFactory:
+    """A factory whose errors name it: they are no fault of the options."""
+
+    def make_norm(port: str) -> nn.Module:
+        try:
+            return norm(port)
+        except TypeError as error:
+            raise ValueError(
+                f"norm must take the name of a port, like lambda port: nn.RMSNorm({dim}), and make "
+                f"its norm; it raised: {error}"
+            ) from error
+
+    return make_norm
 
 
 def check_norm_factory(norm: object, example: str) -> None:

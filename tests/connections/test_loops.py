@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import crosslayer
+from crosslayer.connection import plan_layers
 from crosslayer.connections._dense import DepthAverages
 from crosslayer.methods import find_method
 from crosslayer.testing.laws import is_own
@@ -328,7 +329,7 @@ class MuddOptions(NamedTuple):
     ways: str = "q k v r"
     dynamic: bool = True
     dilation: int = 1
-    period: int = 1
+    period: int | str = 1
     window: int | None = None
     normed: bool | str = False
     round64: bool = False
@@ -441,11 +442,13 @@ def test_mudd(case, ways, dynamic, normed):
     case=cases,
     ways=st.sampled_from(WAYS),
     dilation=st.integers(1, 3),
-    period=st.integers(1, 3),
+    period=st.sampled_from([1, 2, 3, "last"]),
     expand_last=st.booleans(),
 )
 @example(case=Case(layers=5), ways="k v r", dilation=2, period=2, expand_last=True)
+@example(case=Case(layers=4), ways="q k v r", dilation=1, period="last", expand_last=False)
 def test_mudd_dilation_and_period(case, ways, dilation, period, expand_last):
+    assume(period != "last" or "r" in ways)
     options = MuddOptions(ways, dilation=dilation, period=period, expand_last=expand_last)
     check(options.spec, mudd(options), case)
 
@@ -638,7 +641,7 @@ STARTS = {
 @pytest.mark.parametrize(("L", "n"), STARTS, ids=[f"L{L}-n{n}" for L, n in STARTS])
 def test_how_far_mgr_moves_at_first(options, key, L, n):
     """β at the start, whatever the streams are: σ(−3)·√(21/L) exactly when the gates compete."""
-    site = crosslayer.Site(n - 1, n - 1, ("mlp",), True, True, L + n - 1)
+    site = plan_layers([[("mlp",)]] * (L + n - 1))[n - 1]
     connection = crosslayer.make(f"mgr(streams={n}, {options})")(
         site, 5, lambda port: nn.Identity()
     ).double()
@@ -921,6 +924,7 @@ class MHCOptions(NamedTuple):
     eps: float = 1e-6
     norm_eps: float = 1e-6
     magnitude: float = 2.0
+    post_eps: float = 0.0
 
     @property
     def spec(self) -> str:
@@ -970,7 +974,7 @@ def mhc(o: MHCOptions) -> Loop:
         for k, site in enumerate(net.sites[:-1]):
             z = logits(site, H)
             pre = [sigmoid(z[s]) + o.eps for s in range(n)]
-            post = [o.magnitude * sigmoid(z[n + s]) for s in range(n)]
+            post = [o.magnitude * sigmoid(z[n + s]) + o.post_eps for s in range(n)]
             R = residual(z[2 * n :])
             y = net.F(k, collapse(H, before if o.single_pass else pre))
             H = [post[d] * y + sum(R[s][d] * H[s] for s in range(n)) for d in range(n)]
@@ -1006,6 +1010,7 @@ mhc_options = st.builds(
     eps=st.sampled_from([1e-6, 1e-3]),
     norm_eps=st.sampled_from([1e-6, 1e-3]),
     magnitude=st.sampled_from([2.0, 1.5]),
+    post_eps=st.sampled_from([0.0, 0.1]),
 ).map(without_idle_options)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import crosslayer
+from crosslayer.connection import plan_layers
 
 D, LAYERS = 12, 3
 
@@ -14,8 +15,8 @@ def row(spec: str, parallel: bool = False, layers: int = LAYERS) -> list[crossla
 
 
 def flat(sites: int) -> list[crosslayer.Site]:
-    """Sub-layers that belong to no block."""
-    return [crosslayer.Site(k, k, ("mlp",), True, True, sites) for k in range(sites + 1)]
+    """Sub-layers that are each a layer of its own."""
+    return plan_layers([[("mlp",)]] * sites)
 
 
 def sublayer(k: int, x: torch.Tensor) -> torch.Tensor:

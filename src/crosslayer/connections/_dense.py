@@ -109,7 +109,10 @@ def weights_inside_block(state: History) -> MixingWeights:
 
 
 def dense_memory_traffic(
-    connection: Connection[History], averages: DepthAverages, sources: tuple[int, ...]
+    connection: Connection[History],
+    averages: DepthAverages,
+    sources: tuple[int, ...],
+    averages_stream: bool = True,
 ) -> float:
     """`memory_traffic` of a site.
 
@@ -117,20 +120,22 @@ def dense_memory_traffic(
         connection: of the site.
         averages: of the model.
         sources: the blocks whose outputs the site averages; none where it averages none.
+        averages_stream: whether the stream inside the block starts as an average, or as X_i.
     """
     if not sources:
         return Connection.memory_traffic(connection)
     # Reads all sources but X_i, and h and y, whose sum is X_i. Writes the ports' inputs, and X_i
     # and the stream where a later site reads them.
     writes_block = 1 if sources[-1] in averages.blocks_averaged_later(connection.site) else 0
-    writes_stream = 0 if connection.is_readout else 1
+    is_block = writes_block and not averages_stream
+    writes_stream = 0 if connection.is_readout or is_block else 1
     return len(sources) + 1 + writes_block + writes_stream + len(connection.ports)
 
 
 def dense_backward_traffic(
     connection: Connection[History], averages: DepthAverages, sources: tuple[int, ...]
 ) -> float:
-    """`backward_memory_traffic` of a site, with the arguments of `dense_memory_traffic`."""
+    """`backward_memory_traffic` of a site; arguments as of `dense_memory_traffic`."""
     if not sources:
         return Connection.backward_memory_traffic(connection)
     # Reads the gradients of the ports' inputs and of the stream, all sources, and the gradients of

@@ -361,7 +361,8 @@ class Mudd(FusedNormConnection[History]):
         return h + m
 
     def memory_traffic(self) -> float:
-        return dense_memory_traffic(self, self.averages, self.sources)
+        averages_stream = self.mixture_of_way["r"] is not None
+        return dense_memory_traffic(self, self.averages, self.sources, averages_stream)
 
     def backward_memory_traffic(self) -> float:
         return dense_backward_traffic(self, self.averages, self.sources)

@@ -35,15 +35,11 @@ def test_mixing_weights_are_those_of_the_read(spec, parallel):
     unfolded = unfold_connections(stack, [{"embedding": torch.randn(2, 5, 6)}])
     assert unfolded.error < 2e-5
     assert len(unfolded.sources) == 7
-    # no input contains an output that comes after it
-    for row, label in zip(unfolded.mean, unfolded.inputs, strict=True):
-        if label.startswith("0."):
-            assert row[2:].abs().max() == 0
 
 
 @every_option
 def test_memory_traffic_is_what_read_moves(spec, parallel):
-    """At least the streams that `read` depends on, at most these and everything it returns.
+    """At least the streams that `read` depends on and the inputs, at most these and all it returns.
 
     In elements of D a token; one memory is counted once.
     """
@@ -58,12 +54,15 @@ def test_memory_traffic_is_what_read_moves(spec, parallel):
         ]
 
     def elements(tensors: list[Tensor]) -> float:
-        distinct = {}
+        """Of their memories; of each at most what it has, where views of it are used twice."""
+        used: dict[int, float] = {}
+        size: dict[int, float] = {}
         for tensor in tensors:
-            is_repeated = 0 in tensor.stride()  # n equal streams in one memory
-            size = 1.0 if is_repeated else tensor.numel() / x.numel()
-            distinct[tensor.data_ptr()] = max(size, distinct.get(tensor.data_ptr(), 0.0))
-        return sum(distinct.values())
+            storage = tensor.untyped_storage()
+            memory = storage.data_ptr()
+            size[memory] = storage.nbytes() / (x.numel() * x.element_size())
+            used[memory] = used.get(memory, 0.0) + tensor.numel() / x.numel()
+        return sum(min(used[memory], size[memory]) for memory in used)
 
     state = sites[0].init(x)
     for k, site in enumerate(sites):
@@ -76,7 +75,7 @@ def test_memory_traffic_is_what_read_moves(spec, parallel):
             sum(t.sum() for t in new), before, allow_unused=True, materialize_grads=False
         )
         used = [t for t, gradient in zip(before, gradients, strict=True) if gradient is not None]
-        least = elements(used)
+        least = elements([*used, *inputs])
         most = elements(used) + elements(new)
         assert least <= site.memory_traffic() <= most, (
             f"memory_traffic() is {site.memory_traffic()} at site {k}, but `read` moves between "

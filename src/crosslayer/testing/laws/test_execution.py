@@ -150,5 +150,5 @@ def test_two_rank_fsdp2(spec, parallel, sharded_errors):
         pytest.skip("other processes know installed methods alone: name it as an entry point")
     errors = sharded_errors[f"{spec}-{parallel}"]
     assert not errors["exception"], errors["exception"]
-    assert errors["gradients"] < 1e-5
+    assert errors["gradients"] < 1e-3
     assert errors["reset parameters"] == []

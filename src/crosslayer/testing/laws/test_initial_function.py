@@ -1,13 +1,14 @@
 """What a model computes at initialisation, as its connections declare it."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import crosslayer
 from crosslayer.connection import PRENORM_FUNCTIONS, find_connections
-from crosslayer.testing.tiny_model import tiny_gpt, token_ids, without_eps
+from crosslayer.testing.tiny_model import TESTED_SPECS, tiny_gpt, token_ids, without_eps
 
-from .shared import every_sequential, every_start, every_variant, sublayer_output
+from .shared import every_start, sublayer_output
 
 SITES = crosslayer.plan(layers=2)
 
@@ -17,6 +18,10 @@ def initial_function(spec: str) -> str:
     sites = [crosslayer.make(spec)(site, 6, lambda port: nn.RMSNorm(6)) for site in SITES]
     functions = {site.initial_function for site in sites}
     return functions.pop() if len(functions) == 1 else "other"
+
+
+def specs_that_start_as(*functions: str) -> list[str]:
+    return [spec for spec in TESTED_SPECS if initial_function(spec) in functions]
 
 
 def first_reads(
@@ -56,23 +61,24 @@ def test_starts_as_prenorm_where_it_says_so(spec, parallel):
         )
 
 
-@every_sequential
+@every_start
 def test_starts_bitwise_as_prenorm_where_it_says_so(spec, parallel):
     prenorm = tiny_gpt("prenorm", parallel, shaken=False)(token_ids())
-    is_bitwise = torch.equal(tiny_gpt(spec, parallel, shaken=False)(token_ids()), prenorm)
-    declared = crosslayer.make(spec).method.initial_function
-    assert is_bitwise == (declared == "bitwise prenorm"), (
+    model = tiny_gpt(spec, parallel, shaken=False)
+    is_bitwise = torch.equal(model(token_ids()), prenorm)
+    declared = {connection.initial_function for connection in find_connections(model)}
+    assert is_bitwise == (declared == {"bitwise prenorm"}), (
         f"its first logits are {'' if is_bitwise else 'not '}bitwise those of pre-norm: declare "
-        f"another initial_function than {declared!r}"
+        f"another initial_function than {', '.join(sorted(declared))}"
     )
 
 
-@every_variant
-def test_scales_nothing_else_than_it_says(spec, parallel):
+@pytest.mark.parametrize(
+    "spec", specs_that_start_as(*{*PRENORM_FUNCTIONS} - {"prenorm up to scales"})
+)
+def test_scales_nothing_else_than_it_says(spec):
     """At initialisation, where no norm removes a scale."""
     function = initial_function(spec)
-    if function not in PRENORM_FUNCTIONS or function == "prenorm up to scales":
-        return
     *inputs, hidden = first_reads(without_eps(spec))
     *prenorm_inputs, prenorm_hidden = first_reads("prenorm")
     assert all(map(torch.allclose, inputs, prenorm_inputs)), (
@@ -84,11 +90,9 @@ def test_scales_nothing_else_than_it_says(spec, parallel):
         )
 
 
-@every_variant
-def test_is_postnorm_where_it_says_so(spec, parallel):
+@pytest.mark.parametrize("spec", specs_that_start_as("bitwise postnorm"))
+def test_is_postnorm_where_it_says_so(spec):
     """x ← Norm(x + F(x)), the embedding normed too, bit for bit."""
-    if initial_function(spec) != "bitwise postnorm":
-        return
     norm = nn.RMSNorm(6)
     h = norm(torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(4)))
     expected = []

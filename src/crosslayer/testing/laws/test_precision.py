@@ -4,7 +4,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import crosslayer
 from crosslayer.connection import find_connections
@@ -13,6 +13,7 @@ from crosslayer.testing.tiny_model import perturb_weights, tiny_gpt, token_ids
 from .shared import (
     every_method,
     every_sequential,
+    every_start,
     every_variant,
     make_connections,
     run_connections,
@@ -46,7 +47,7 @@ def test_a_bf16_model_keeps_coefficients_in_float32(spec, parallel):
     rounded = copy.deepcopy(prenorm).float().bfloat16()(token_ids()).double()
     rounding = (rounded - prenorm(token_ids())).norm()
     error = (logits.double() - exact(token_ids())).norm()
-    assert error < 4 * rounding, "a connection may not lose more than bf16 itself does"
+    assert error < 3 * rounding, "a connection may lose at most 3 times what a plain residual does"
 
 
 @every_variant
@@ -72,7 +73,7 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(spec, parall
     assert error <= 2 * reference_error
 
 
-@every_variant
+@every_start
 def test_float16_has_the_range_of_prenorm(spec, parallel):
     """A sum of streams does not overflow before the norm that follows it."""
     make = crosslayer.make(spec)
@@ -104,15 +105,20 @@ def test_a_model_of_any_default_dtype(spec, parallel):
             assert torch.equal(value, expected), name
 
 
-@every_sequential
+@every_variant
 def test_autocast_leaves_coefficients_in_float32(spec, parallel):
-    model = tiny_gpt(spec, parallel)
-    ids = token_ids()
-    first = model.blocks[0].connections[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        inputs, _ = first.read(model.readout.init(model.embed(ids)))
-    expected, _ = first.read(model.readout.init(model.embed(ids)))
-    assert all(torch.equal(x, y) for x, y in zip(inputs, expected, strict=True))
+    """At every site: the first ones of most methods mix nothing."""
+    sites = [site.float() for site in make_connections(spec, parallel)]
+    state = sites[0].init(torch.randn(2, 8, 6))
+    for k, site in enumerate(sites):
+        with torch.autocast("cpu", torch.bfloat16):
+            read = site.read(state)
+        expected = site.read(state)
+        for x, y in zip(tree_leaves(read), tree_leaves(expected), strict=True):
+            assert x is y or torch.equal(x, y), f"site {k} computes in bf16 under autocast"
+        if not site.is_readout:
+            inputs, state = expected
+            state = site.write(state, sublayer_output(k, inputs))
 
 
 @every_variant
@@ -153,3 +159,6 @@ def test_stream_dtype_is_the_dtype_of_the_streams(spec, parallel):
         y = sublayer_output(k, inputs)
         bf16_state = bf16_site.write(bf16_state, y)
         state = site.write(state, y.float())
+    hidden = bf16_sites[-1].readout(bf16_state)
+    assert hidden.dtype == torch.bfloat16
+    torch.testing.assert_close(hidden.float(), sites[-1].readout(state), rtol=2e-2, atol=2e-2)
