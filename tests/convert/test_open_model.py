@@ -169,7 +169,10 @@ def test_no_command_runs_code_of_a_folder(
         ["convert", str(folder), str(tmp_path / "out")],
         ["data", "prepare", text, "--out", str(tmp_path / "data"), "--tokenizer", str(folder)],
         ["train", "--data", text, "--tokenizer", str(folder), "--out", str(tmp_path / "run")],
+        ["train", "--data", text, "--pretrained", str(folder), "--lr=1e-4", "--context=8"],
+        ["inspect", str(folder), "--data", text, "--out", str(tmp_path / "inspection")],
     ]
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
         code = main(command)

@@ -77,9 +77,14 @@ def no_environment_report(monkeypatch):
 def no_network(monkeypatch):
     """Any attempt to use the network fails the test."""
 
-    def refuse(*_):
-        raise AssertionError("an attempt to use the network")
+    attempts = []
+
+    def refuse(*arguments):
+        attempts.append(arguments)
+        raise OSError("an attempt to use the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # no pool of processes for a bootstrap
+    yield
+    assert not attempts

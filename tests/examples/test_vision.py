@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from crosslayer.testing.tiny_model import equal_tensors
 from crosslayer.train.recipe import load_recipe
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import build_model
@@ -147,6 +148,18 @@ def test_signs_and_strengths_of_randaugment():
     brightness = enhancements[2]  # after colour and contrast
     brighter = np.array(brightness(image, 1.0, random.Random(0))).astype(int)
     assert abs(brighter - np.minimum(255, 1.9 * x)).max() <= 1
+    solarized = np.array(by_name["_solarize"](image, 0.5, random.Random(0)))
+    assert (solarized == np.where(x < 128, x, 255 - x)).all()
+    dull = Image.fromarray(np.arange(100, 152, dtype=np.uint8).repeat(40).reshape(40, 52))
+    for name in ("_autocontrast", "_equalize"):
+        assert np.ptp(np.array(by_name[name](dull, 1.0, random.Random(0)))) == 255, name
+    line = np.zeros((11, 11), np.uint8)
+    line[:, 5] = 255
+    for name, lines in (("_shear_x", line), ("_shear_y", line.T)):
+        sheared = np.array(by_name[name](Image.fromarray(lines), 1.0, random.Random(0)))
+        sheared = sheared if name == "_shear_x" else sheared.T
+        (moved,) = np.flatnonzero(sheared[10] == 255) - 5
+        assert abs(moved) == round(0.3 * 10.5) and sheared[0, 5] == 255, name
     black = Image.new("L", (224, 224))
     grey = [np.array(by_name["_cutout"](black, 1.0, random.Random(s))) == 128 for s in range(20)]
     assert max(cut.sum() for cut in grey) == 80 * 80
@@ -519,6 +532,10 @@ def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
         loss = evaluate_denoiser(model, batch, indices)["loss"].mean().item()
     result = json.loads((out / "result.json").read_text())
     assert loss == pytest.approx(result["valid_loss"], rel=1e-6)
+    recipe.write_text(DIT + TINY.replace("steps: 1", "steps: 3\nlr: 1.0e-2"))
+    raw = tmp_path / "raw"
+    assert main([str(recipe), "--arm", "hyper", "--data", source, "--out", str(raw)]) == 0
+    assert not equal_tensors(load_dit(raw / "model").state_dict(), model.state_dict())
 
     samples = tmp_path / "samples.npz"
     words = [str(out / "model"), "--steps", "2", "--out", str(samples), "--classes"]

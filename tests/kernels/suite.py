@@ -606,9 +606,11 @@ def test_whole_model(spec, monkeypatch):
             torch.testing.assert_close(actual, e, rtol=0, atol=tolerance)
 
 
-def test_disconnect_with_kernels(monkeypatch):
+def test_disconnect_with_kernels(monkeypatch, launched):
+    """`disconnect` runs the connected model once, to see that its function does not change."""
     switch_kernels_on(monkeypatch)
     crosslayer.disconnect(crosslayer.connect(build_llama(), "mudd"))
+    assert launched
 
 
 @all_cases
@@ -647,8 +649,10 @@ def test_memory_traffic(case, monkeypatch):
 def test_no_kernel_leaves_its_tensors(case, monkeypatch):
     """Not even to load a number that it does not use."""
     launch_kernel = launch.launch_kernel
+    launches = []
 
     def launch_within(kernel, grid, *args, **options):
+        launches.append(kernel)
         leaves = torch.utils._pytree.tree_leaves(args)
         with stay_within([x for x in leaves if isinstance(x, torch.Tensor)]):
             launch_kernel(kernel, grid, *args, **options)
@@ -659,3 +663,4 @@ def test_no_kernel_leaves_its_tensors(case, monkeypatch):
     leaves = [t.requires_grad_() for t in leaves]
     outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
     torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])
+    assert launches

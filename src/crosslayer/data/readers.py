@@ -23,7 +23,7 @@ _COMPRESSIONS = (".gz", ".zst")
 _ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
 _FEW_ZEROS = 100  # A text may have some.
 _ZSTD_CHUNK = 2**16  # bytes
-_PARQUET_ROWS = 1000  # read at once; by default all of a row group, and a file may have none
+_PARQUET_ROWS = 1000  # read at once
 
 
 class Document(NamedTuple):
@@ -81,9 +81,21 @@ def read_file(file: Path, name: str) -> Iterator[Document]:
     """
     if "::" in str(file):
         raise ValueError(f"{file}: a path with :: cannot be read; rename it")
+    if file.suffix.lower() == ".parquet":
+        rows = _rows(str(file), lambda: _parquet_rows(file))
+        return _text_column(str(file), name, rows)
     if file.suffix.lower() == ".zst":
         _check_zstd(file)
     return _read_pattern(str(file), name, escape(str(file)))  # the library takes a pattern
+
+
+def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file. `datasets` would let Arrow decode up to 1 GiB ahead of them."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file) as opened:
+        for batch in opened.iter_batches(_PARQUET_ROWS):
+            yield from batch.to_pylist()
 
 
 def read_remote(pattern: str) -> Iterator[Document]:
@@ -127,7 +139,7 @@ def _read_pattern(subject: str, name: str, pattern: str) -> Iterator[Document]:
     options: dict[str, Any] = {"split": "train", "streaming": True, "data_files": pattern}
     builder = "parquet" if suffix == ".parquet" else "text"
     if builder == "parquet":
-        options["batch_size"] = _PARQUET_ROWS
+        options["batch_size"] = _PARQUET_ROWS  # by default a row group, and a file may have none
     else:
         options["sample_by"] = "line" if suffix == ".jsonl" else "document"
     rows = _rows(subject, lambda: datasets.load_dataset(builder, **options))

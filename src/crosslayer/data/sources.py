@@ -90,7 +90,9 @@ class TextSource:
 
 
 def read_documents(place: str) -> Iterator[Document]:
-    """The documents of a source, without blank ones. A document is the largest thing in memory.
+    """The documents of a source, without blank ones.
+
+    In memory is a document, or at most a thousand rows of a parquet file (on the Hub, up to 1 GiB).
 
     A text file is one document. A line of a .jsonl or .json file is a string or an object with a
     field "text". A .parquet file or a dataset has a column "text". Files may end in .gz or .zst. In
