@@ -296,6 +296,10 @@ def write_twice(spec: str) -> None:
             r"^norm must take the name of a port, like lambda port: nn.RMSNorm\(8\), got the class",
         ),
         (
+            lambda: make("mudd(dilation=2)")(SITE, 8, lambda: nn.RMSNorm(8)),
+            r"^norm must take the name of a port, .*; it raised: .* takes 0 positional arguments",
+        ),
+        (
             lambda: make("mudd(stream_dtype='float32')")(SITE, 8, lambda port: nn.Identity()),
             r"^stream_dtype needs norms with a weight, .* got Identity\(\)$",
         ),

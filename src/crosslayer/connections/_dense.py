@@ -20,8 +20,8 @@ from ..validation import check_positive
 
 class History(NamedTuple):
     X: tuple[Tensor, ...]  # X_0 .. X_i, one [B T D] a finished block
-    h: Tensor  # the stream inside the block
-    y: Tensor | None = None  # pending write
+    h: Tensor  # [B T D]: the stream inside the block
+    y: Tensor | None = None  # [B T D]: pending write
 
 
 @dataclass(frozen=True)

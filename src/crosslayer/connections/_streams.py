@@ -29,7 +29,7 @@ class Streams(NamedTuple):
     """n streams: the state of hyper-connections, frac-connections and mHC-lite."""
 
     H: Tensor  # [B T n D]
-    y: Tensor | None = None  # pending write ...
+    y: Tensor | None = None  # [B T D]: pending write ...
     beta: Tensor | None = None  # ... and its weight in each stream, [B T n] or [n]
 
 

@@ -32,10 +32,10 @@ from ._streams import check_stream_count
 
 class Alternating(NamedTuple):
     X: Tensor  # [B T K D]: predicted streams, or the embedding's before the first layer
-    h: Tensor  # the stream inside the layer
-    y: Tensor | None = None  # pending write
-    g: Tensor | None = None  # weight of the correction in each stream, [K]
-    active: Tensor | None = None  # X̂_j: the correction is o − X̂_j
+    h: Tensor  # [B T D]: the stream inside the layer
+    y: Tensor | None = None  # [B T D]: pending write
+    g: Tensor | None = None  # [K]: weight of the correction in each stream
+    active: Tensor | None = None  # X̂_j, [B T D]: the correction is o − X̂_j
 
 
 class AltUp(FusedNormConnection[Alternating]):

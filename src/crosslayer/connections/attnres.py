@@ -36,8 +36,8 @@ from ..validation import check_non_negative, check_positive
 
 class Values(NamedTuple):
     done: tuple[Tensor, ...]  # y_0 and the completed blocks' sums, [B T D] each
-    partial: Tensor | None = None  # the current block's sum so far
-    y: Tensor | None = None  # pending write
+    partial: Tensor | None = None  # [B T D]: the current block's sum so far
+    y: Tensor | None = None  # [B T D]: pending write
 
 
 class AttnRes(FusedNormConnection[Values]):

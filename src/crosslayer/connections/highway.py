@@ -25,7 +25,7 @@ from ..norms import upcast
 
 class Carried(NamedTuple):
     h: Tensor  # [B T D]
-    y: Tensor | None = None  # pending write ...
+    y: Tensor | None = None  # [B T D]: pending write ...
     g: Tensor | None = None  # ... and how far the stream moves to it, [B T D]
 
 

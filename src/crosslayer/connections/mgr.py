@@ -45,7 +45,7 @@ KEPT_SHARE = 0.01
 
 class Gated(NamedTuple):
     S: tuple[Tensor, ...]  # up to n streams, [B T D] each
-    y: Tensor | None = None  # pending write ...
+    y: Tensor | None = None  # [B T D]: pending write ...
     # ... and how far each stream moves towards it, [B T n]; None to append it as a stream
     beta: Tensor | None = None
 

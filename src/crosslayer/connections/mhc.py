@@ -17,7 +17,8 @@ it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k, counted from
 others. That is pre-norm but for constant factors of the inputs and of the readout, which norms
 remove up to their eps. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
-Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, and n(nD + 1) + 1 for the head. The head is
+Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, 2n(nD + 1) + 2 with `residual="identity"`,
+and n(nD + 1) + 1 for the head. The head is
 the readout's fn [n, nD], base [n] and scale [1], which give z_head as z above. It is there with
 `readout="head"`, but not with `single_pass`.
 Traffic: at least (2n + 2)D elements per token and site.
@@ -54,7 +55,7 @@ Residual = Literal["sinkhorn", "identity"]
 
 class Manifold(NamedTuple):
     H: Tensor  # [B T n D]
-    y: Tensor | None = None  # pending write ...
+    y: Tensor | None = None  # [B T D]: pending write ...
     post: Tensor | None = None  # ... and its weight in each stream, [B T n]
     # With `single_pass`: the weights by which the next site reads its input [B T n], and R
     # [B T n n], which it applies to H together with the write.

@@ -114,8 +114,8 @@ class MHCLite(FusedNormConnection[Streams]):
     def _write_and_project(self, state: Streams) -> tuple[Tensor, Tensor]:
         """The streams with the pending write applied, [B T n D], and z of them, [B T 2n+n!]."""
         Y = shared_write(state.y)
-        # √(nD)·v/‖v‖ is an RMSNorm. Its weight 1 + gamma is multiplied into W, its eps is that of
-        # torch's F.normalize.
+        # √(nD)·v/‖v‖ is an RMSNorm. Its weight 1 + gamma is multiplied into W. Its eps is close to
+        # that of torch's F.normalize, which is a maximum and no sum.
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
         H, z = write_norm_project(state.H, Y, state.beta, W, eps=1e-24 / len(W))
         return H, z[..., 0, :]

@@ -24,6 +24,8 @@ one-hot on X_l, so that training starts exactly as the plain Transformer; with P
 and n_post's weight is 1e-3. Where q, k and v are mixed separately, each has a norm.
 State: the outputs of all blocks so far.
 Learned parameters: KD + KC(l+1) + C(l+1) after block l, and the two further norms of q, k and v.
+With PrePostDANorm also 2D after block l (n_j, and the generator's norm), D for the embedding's n_j,
+and n_post's D, or C·D with "every way".
 Traffic: (l + 7)D elements per token after block l; (3l + 7)D backward.
 """
 

@@ -23,7 +23,7 @@ from ..ops import add_norm
 
 class Stream(NamedTuple):
     h: Tensor  # [B T D]
-    y: Tensor | None = None  # pending write
+    y: Tensor | None = None  # [B T D]: pending write
 
 
 class PreNorm(FusedNormConnection[Stream]):

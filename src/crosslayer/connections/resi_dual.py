@@ -28,7 +28,7 @@ from .postnorm import norm_stream
 class Dual(NamedTuple):
     x: Tensor  # post-norm stream [B T D]
     d: Tensor  # the sum of all writes [B T D]
-    y: Tensor | None = None  # pending write
+    y: Tensor | None = None  # [B T D]: pending write
 
 
 class ResiDual(Connection[Dual]):

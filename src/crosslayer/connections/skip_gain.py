@@ -21,7 +21,7 @@ from ..mixing import MixingWeights, identity_weights, join_columns
 
 class Gained(NamedTuple):
     h: Tensor  # [B T D]
-    y: Tensor | None = None  # pending write ...
+    y: Tensor | None = None  # [B T D]: pending write ...
     gain: Tensor | None = None  # ... and the factor of the stream when y is added, [1]
 
 

@@ -43,6 +43,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Sequential):
+    """A feed-forward network of four times the width, [B T D] -> [B T D]."""
+
     def __init__(self, dim: int):
         up = nn.Linear(dim, 4 * dim, bias=False)
         down = nn.Linear(4 * dim, dim, bias=False)
@@ -122,6 +124,15 @@ class TinyGPT(nn.Module):
 def tiny_gpt(
     spec: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, shaken: bool = True
 ) -> TinyGPT:
+    """A small model from fixed weights.
+
+    Args:
+        spec: of its connections.
+        parallel: whether attention and MLP of a layer read the same state.
+        layers: the number of layers.
+        eps: of all norms.
+        shaken: whether every weight is perturbed, as by training.
+    """
     torch.manual_seed(1)
     model = TinyGPT(spec, parallel, layers, eps)
     return perturb_weights(model) if shaken else model
@@ -145,10 +156,12 @@ def perturb_weights(model: nn.Module, scale: float = 0.1) -> nn.Module:
 
 
 def token_ids(batch: int = 2, length: int = 7) -> Tensor:
+    """Token ids of the small model's vocabulary, [batch length]; always the same."""
     return torch.randint(31, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
 def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss to which all logits contribute, and the gradients of the parameters by name."""
     model.zero_grad()
     loss = model(ids).logsumexp(-1).square().mean()
     loss.backward()
@@ -157,4 +170,5 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str,
 
 
 def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether both have the same names, each with bitwise the same values."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -83,7 +83,11 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
                 if id(parameter) in decayed:
                     parameter.zero_()
     decays_static_part = crosslayer.make(spec).name in ("denseformer", "skip_gain")
-    assert torch.allclose(model(ids), initial, rtol=1e-6, atol=1e-6) != decays_static_part
+    is_kept = torch.allclose(model(ids), initial, rtol=1e-6, atol=1e-6)
+    assert is_kept != decays_static_part, (
+        "weight decay moves the model away from where training starts: leave what is not zero at "
+        "the start out of weight_decay_params"
+    )
 
 
 @every_sequential

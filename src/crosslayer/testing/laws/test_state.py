@@ -11,6 +11,7 @@ from crosslayer.testing.tiny_model import tiny_gpt, token_ids
 from .shared import (
     every_fused,
     every_method,
+    every_option,
     every_sequential,
     every_variant,
     make_connections,
@@ -46,6 +47,21 @@ def test_two_inputs_by_turns(spec, parallel):
             states[i] = site.write(states[i], sublayer_output(k, inputs))
     for state, expected in zip(states, alone, strict=True):
         assert torch.equal(sites[-1].readout(state), expected)
+
+
+@every_option
+def test_hidden_state_is_an_input_before_its_norm(spec, parallel):
+    sites = make_connections(spec, parallel)
+    state = sites[0].init(torch.randn(2, 6, 6, dtype=torch.float64))
+    for k, site in enumerate(sites):
+        hidden = site.hidden_state(state)
+        inputs, state_after = site.read(state)
+        assert hidden.shape == inputs[0].shape
+        # several streams may make one readout, and a split input is none of the stream's
+        if len(inputs) == len(site.ports) and not site.splits_inputs:
+            torch.testing.assert_close(site.norms[0](hidden), inputs[0], rtol=0, atol=1e-12)
+        if not site.is_readout:
+            state = site.write(state_after, sublayer_output(k, inputs))
 
 
 @every_sequential
