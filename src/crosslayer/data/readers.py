@@ -24,6 +24,7 @@ _ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstanda
 _FEW_ZEROS = 100  # A text may have some.
 _ZSTD_CHUNK = 2**16  # bytes
 _PARQUET_ROWS = 1000  # read at once
+_READ_COLUMNS = ("text", "label")
 
 
 class Document(NamedTuple):
@@ -94,7 +95,10 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(file) as opened:
-        for batch in opened.iter_batches(_PARQUET_ROWS):
+        columns = opened.schema_arrow.names
+        if "text" in columns:  # else the error names all
+            columns = [name for name in columns if name in _READ_COLUMNS]
+        for batch in opened.iter_batches(_PARQUET_ROWS, columns=columns):
             yield from batch.to_pylist()
 
 

@@ -92,7 +92,8 @@ class TextSource:
 def read_documents(place: str) -> Iterator[Document]:
     """The documents of a source, without blank ones.
 
-    In memory is a document, or at most a thousand rows of a parquet file (on the Hub, up to 1 GiB).
+    In memory is one document at a time, or a thousand rows of a parquet file (up to 1 GiB of one on
+    the Hub).
 
     A text file is one document. A line of a .jsonl or .json file is a string or an object with a
     field "text". A .parquet file or a dataset has a column "text". Files may end in .gz or .zst. In
