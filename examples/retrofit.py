@@ -103,7 +103,7 @@ def run(
     steps = Settings.from_options(**settings).optimization.steps
     options = Settings.from_options(**{"evals": min(20, steps), **settings})
     examples = LANGUAGE_TASK.load_examples(options.data, options.model.model_config)
-    for share in switches:
+    for share in switches if {*connections} - {"prenorm"} else ():
         if not 0 <= share <= 1 or (share and not round(share * steps)):
             raise ValueError(
                 f"a switch must be 0, or from {1 / steps:.2g} (a step) to 1, got {share}"
