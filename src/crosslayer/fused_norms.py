@@ -50,20 +50,23 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
         first = first_tensor(state)
         norms_wide_sum = self.sums_streams and first.dtype == torch.float16
         norms = self.fused_norm_specs() if norms_wide_sum or uses_kernel(first) else ()
-        if norms and not self.ports_share_input:
+        if norms:
             return self.fused_read(state, norms)
-        if norms and norms_wide_sum:
+        if norms_wide_sum and self._ports_share_input and (norms := self._port_norm_specs()):
             reads = [self.fused_read(state, (norm,)) for norm in norms]
             return tuple(inputs[0] for inputs, _ in reads), reads[-1][1]
         return super().mix_and_norm(state)
 
+    def fused_norm_specs(self) -> tuple[NormSpec, ...]:
+        """The norms of all ports; empty where one cannot be fused, so that all run as modules."""
+        return () if self._ports_share_input else self._port_norm_specs()
+
     @property
-    def ports_share_input(self) -> bool:
+    def _ports_share_input(self) -> bool:
         """Whether two ports with a norm each read one tensor, as in a parallel block."""
         return len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
 
-    def fused_norm_specs(self) -> tuple[NormSpec, ...]:
-        """The norms of all ports; empty where one cannot be fused, so that all run as modules."""
+    def _port_norm_specs(self) -> tuple[NormSpec, ...]:
         if not self.can_fuse_norms or self.stream_dtype is not None:
             return ()
         specs = []

@@ -128,7 +128,7 @@ def test_fused_norms_are_those_of_the_ports(spec, parallel):
     for k, site in enumerate(sites):
         inputs, state_after = site.read(state)
         norms = site.fused_norm_specs()
-        if norms and not site.ports_share_input:
+        if norms:
             fused_sites += 1
             assert len(norms) == len(site.ports)
             fused_inputs, fused_state = site.fused_read(state, norms)
