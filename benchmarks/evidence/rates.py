@@ -32,14 +32,15 @@ def losses_by_schedule(studies: Iterable[Study]) -> ScheduleLosses:
                 model, _, optimization, _ = comparison.recipe.settings(scaled)
                 schedule = (optimization.warmup, optimization.lr)
                 finished = {seed: loss for seed, loss in of_seeds.items() if math.isfinite(loss)}
+                if not finished:
+                    continue
                 of_arm = losses[model.layers][arm.name]
-                if finished and schedule in of_arm:
+                if schedule in of_arm:
                     raise ValueError(
                         f"{study.plan.name}: another study has {arm.name} with {model.layers} "
                         f"layers at {optimization.lr:g} and the same warm-up"
                     )
-                if finished:
-                    of_arm[schedule] = finished
+                of_arm[schedule] = finished
     return losses
 
 

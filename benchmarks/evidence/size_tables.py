@@ -31,13 +31,11 @@ def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
             cells[describe_options(plan, varied)] = _difference_cell(studies[plan.name], name)
         rows.append(cells)
     texts = [markdown_table(tuple(rows[0]), rows)]
-    corrections = [
-        f"- {describe_options(plan, varied)}: of {tested}, {remaining}."
-        for plan in finished
-        if plan.part == part.title
-        for tested, remaining in [corrected_arms(studies[plan.name])]
-        if tested > 1
-    ]
+    corrections = []
+    for plan in finished:
+        tested, remaining = corrected_arms(studies[plan.name])
+        if plan.part == part.title and tested > 1:
+            corrections.append(f"- {describe_options(plan, varied)}: of {tested}, {remaining}.")
     if corrections:
         lines = "\n".join(corrections)
         texts.append(f"With Holm's correction for the arms that have an interval:\n\n{lines}")

@@ -67,6 +67,7 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
         return len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
 
     def _port_norm_specs(self) -> tuple[NormSpec, ...]:
+        """The norms of all ports for a read of one port or of all; empty where one has none."""
         if not self.can_fuse_norms or self.stream_dtype is not None:
             return ()
         specs = []

@@ -75,7 +75,7 @@ class ConnectionSpec:
         method_options = {
             key: value for key, value in self.options.items() if key not in _COMMON_OPTIONS
         }
-        norms = _call_norm_factory(norm, dim)
+        norms = _explain_norm_errors(norm, dim)
         try:
             connection = self.method(site, dim, norms, **method_options)
         except (TypeError, IndexError, AttributeError) as error:
@@ -104,7 +104,7 @@ class ConnectionSpec:
         return hash((self.name, frozenset(self.options)))
 
 
-def _call_norm_factory(norm: NormFactory, dim: int) -> NormFactory:
+def _explain_norm_errors(norm: NormFactory, dim: int) -> NormFactory:
     """A factory whose errors name it: they are no fault of the options."""
 
     def make_norm(port: str) -> nn.Module:

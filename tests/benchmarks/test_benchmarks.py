@@ -92,6 +92,12 @@ def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
     assert rows[0]["command"].startswith(f"python -m benchmarks {name} --out")
 
 
+def test_an_unknown_arm_is_not_finished_work(tmp_path, capsys):
+    assert command_line.main(["arms", "--arms", "muddd", "--out", str(tmp_path)]) == 1
+    printed, error = capsys.readouterr()
+    assert printed == "" and "unknown arm 'muddd' (did you mean 'mudd'?)" in error
+
+
 def test_rows_are_appended_to_a_file_of_the_same_columns_only(tmp_path):
     for _ in range(2):
         list(command_line.run_benchmark("memory", tmp_path, specs=["prenorm"], **TOY))

@@ -199,6 +199,15 @@ def test_an_empty_tokenizer_of_the_models_type_is_none(tmp_path, capsys):
     assert code == 1 and "model has no tokenizer; copy that of the original model" in error
 
 
+def test_an_empty_prompt_begins_a_text(folder, capsys):
+    """With the token that begins texts, where the tokenizer has one."""
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "a"}')
+    tokens = ("--max-new-tokens", "4")
+    begun = generate(capsys, folder, "", *tokens)
+    assert begun.strip() and begun == generate(capsys, folder, "a", *tokens)
+    assert begun != generate(capsys, folder, "b", *tokens)
+
+
 def test_a_tokenizer_of_another_model(folder, capsys):
     letter_tokenizer(300).save(str(folder / "tokenizer.json"))
     code, _, error = run_command(capsys, "generate", folder, "hello")

@@ -149,9 +149,7 @@ def test_what_does_not_fit_is_one_line(model, text_file, tmp_path, capsys, extra
 
 def test_a_pretrained_model_needs_its_own_rate(model):
     """The default is many times that of a model that is trained further."""
-    with pytest.raises(
-        ValueError, match=r"give lr, such as 1e-4; the default of 0\.006 is for new"
-    ):
+    with pytest.raises(ValueError, match=r"lr is missing: .* try 1e-4 \(0\.006 is the default"):
         Settings.from_options(pretrained=str(model))
 
 

@@ -72,11 +72,12 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
 
     if has_surrogate(prompt):
         raise ValueError("the prompt is not UTF-8 text")
-    tokens: list[int | None] = [*encode_without_end(tokenizer, prompt)]
+    tokens = encode_without_end(tokenizer, prompt)
     if not tokens:  # the model begins a text
-        tokens = [find_first_token(tokenizer, model)]
-    if None in tokens:
-        raise ValueError("the prompt has no tokens, and no token is known that begins a text")
+        first = find_first_token(tokenizer, model)
+        if first is None:
+            raise ValueError("the prompt has no tokens, and no token is known that begins a text")
+        tokens = [first]
     ids = torch.tensor([tokens]).to(model.device)
     new_tokens = _tokens_that_fit(model, ids.shape[1], options.max_new_tokens)
     settings: dict[str, Any] = {"do_sample": False}

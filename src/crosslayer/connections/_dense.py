@@ -127,8 +127,8 @@ def dense_memory_traffic(
     # Reads all sources but X_i, and h and y, whose sum is X_i. Writes the ports' inputs, and X_i
     # and the stream where a later site reads them.
     writes_block = 1 if sources[-1] in averages.blocks_averaged_later(connection.site) else 0
-    is_block = writes_block and not averages_stream
-    writes_stream = 0 if connection.is_readout or is_block else 1
+    stream_is_block = writes_block and not averages_stream  # one tensor, written once
+    writes_stream = 0 if connection.is_readout or stream_is_block else 1
     return len(sources) + 1 + writes_block + writes_stream + len(connection.ports)
 
 

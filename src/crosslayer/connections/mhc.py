@@ -18,9 +18,8 @@ others. That is pre-norm but for constant factors of the inputs and of the reado
 remove up to their eps. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
 Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, 2n(nD + 1) + 2 with `residual="identity"`,
-and n(nD + 1) + 1 for the head. The head is
-the readout's fn [n, nD], base [n] and scale [1], which give z_head as z above. It is there with
-`readout="head"`, but not with `single_pass`.
+and n(nD + 1) + 1 for the head. The head is the readout's fn [n, nD], base [n] and scale [1], which
+give z_head as z above. It is there with `readout="head"`, but not with `single_pass`.
 Traffic: at least (2n + 2)D elements per token and site.
 """
 

@@ -307,8 +307,8 @@ class Settings(NamedTuple):
         if options.get("pretrained") is not None:
             if "lr" not in options:
                 raise ValueError(
-                    "a pretrained model needs a learning rate of its own: give lr, such as 1e-4; "
-                    f"the default of {OptimizationSettings.lr:g} is for new models"
+                    "lr is missing: a pretrained model has no default learning rate; try 1e-4 "
+                    f"({OptimizationSettings.lr:g} is the default of new models)"
                 )
             options.setdefault("tokenizer", options["pretrained"])
         elif "data" in options and "tokenizer" not in options:
