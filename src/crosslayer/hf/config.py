@@ -1,7 +1,9 @@
 """Configs of transformers from a few sizes."""
 
 import copy
+import functools
 import inspect
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +68,15 @@ def make_config(
         raise ValueError(
             f"dim must be a multiple of twice the heads, got dim {dim} and {heads} heads"
         )
-    overrides = overrides or {}
+    # A copy, as callers may change it.
+    return copy.deepcopy(_make_config(family, layers, dim, heads, vocab, json.dumps(overrides)))
+
+
+@functools.lru_cache(maxsize=64)  # The arms of a comparison mostly have one config.
+def _make_config(
+    family: str, layers: int, dim: int, heads: int, vocab: int, overrides_json: str
+) -> PreTrainedConfig:
+    overrides = json.loads(overrides_json) or {}
     sizes = {
         "vocab_size": vocab,
         "hidden_size": dim,
