@@ -198,6 +198,10 @@ def test_bad_keywords():
             "mudd(stream_dtype='int8')",
             "^mudd: stream_dtype must be one of 'float32', .* or None, got 'int8'$",
         ),
+        (
+            "hyper(stream_dtype='float16')",
+            "^hyper: stream_dtype must be one of 'float32', 'bfloat16' or None, got 'float16'",
+        ),
         ("mgr(gate='soft')", "gate must be one of 'competitive', 'independent', got 'soft'"),
         (
             "mgr(eq14='literal')",

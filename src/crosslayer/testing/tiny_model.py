@@ -172,3 +172,18 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str,
 def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether both have the same names, each with bitwise the same values."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def largest_gradient_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest error of a gradient, as a share of the largest value of its parameter's.
+
+    Where that value is less than 1e-5, a share of 1e-5: some gradients are rounding alone. Infinite
+    where the names differ, NaN where a gradient is.
+    """
+    if gradients.keys() != expected.keys():
+        return float("inf")
+    errors = [
+        (gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-5)
+        for name, g in expected.items()
+    ]
+    return torch.stack(errors).max().item()

@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from crosslayer.connection import find_connections
-from crosslayer.testing.tiny_model import TinyGPT, loss_and_gradients, tiny_gpt, token_ids
+from crosslayer.testing.tiny_model import (
+    TinyGPT,
+    largest_gradient_error,
+    loss_and_gradients,
+    tiny_gpt,
+    token_ids,
+)
 
 
 @contextmanager
@@ -62,11 +68,7 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
 
 
 def gradient_error(model: TinyGPT, mesh: DeviceMesh) -> float:
-    """Shard a model; the largest error of a gradient of a batch that both processes share.
-
-    As a share of the largest value of that parameter's gradient, or of 1e-5 where that is less:
-    some gradients are rounding alone.
-    """
+    """Shard a model; `largest_gradient_error` of a batch that both processes share."""
     ids = token_ids(4)
     rank = mesh.get_rank()
     _, expected = loss_and_gradients(model, ids)
@@ -75,13 +77,7 @@ def gradient_error(model: TinyGPT, mesh: DeviceMesh) -> float:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
-    if expected.keys() != sharded.keys():
-        return float("inf")
-    errors = [
-        (sharded[name].full_tensor() - gradient).abs().max() / gradient.abs().max().clamp_min(1e-5)
-        for name, gradient in expected.items()
-    ]
-    return torch.stack(errors).max().item()  # NaN where one is
+    return largest_gradient_error({n: g.full_tensor() for n, g in sharded.items()}, expected)
 
 
 def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
