@@ -113,12 +113,12 @@ class TinyGPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         state = self.readout.init(self.embed_tokens(ids))
-        for block in self.blocks:
+        for stage in (*self.blocks, self.readout.readout):
             if self.checkpointing:
-                state = checkpoint(block, state, use_reentrant=False)
+                state = checkpoint(stage, state, use_reentrant=False)
             else:
-                state = block(state)
-        return self.head(self.readout.readout(state))
+                state = stage(state)
+        return self.head(state)
 
 
 def tiny_gpt(
