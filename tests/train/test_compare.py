@@ -112,6 +112,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     for text in (" ".join(printed.split()), markdown, page):
         assert "Not tested: whether a difference lasts beyond" in text
         assert "rate instead of 0.006" in text and "Against prenorm, by 95 % intervals" in text
+        assert "Of 3 arms without any effect, about 0.2 would be called better or worse" in text
         assert "embeddings learn" not in text, "Granite's factor lets them learn fast"
 
     before = (out / "results.json").read_text()
@@ -638,6 +639,10 @@ def test_the_baseline_of_an_arm_has_its_data():
     same_size = Arm("as deep", "prenorm", options={"layers": 24, "steps": 2000})
     assert baseline_of([plain, longer, same_size, deep], deep, {}) is same_size
     # an option that an arm gives may be that of all
+    # a pre-norm model with which no connection is compared is one of the compared
+    assert baseline_of([plain, longer, same_size, deep], longer, {}) is plain
+    assert baseline_of([plain, longer, same_size, deep], same_size, {}) is same_size
+    assert baseline_of([plain, its_own], its_own, {}) is its_own
     as_long = Arm("as long", "prenorm", options={"steps": 100})
     mudd = Arm("mudd", "mudd")
     assert baseline_of([longer, as_long, mudd], mudd, {"steps": 100}) is as_long
@@ -648,7 +653,8 @@ def test_arms_that_differ_in_options(text_file, tmp_path):
     shared = {**TINY, "data": text_file, "lr": 6e-3}
     slow = {"name": "slow", "connection": "mudd", "lr": 1e-4}
     deep = {"name": "deep long", "connection": "hyper", "layers": 4, "steps": 8}
-    comparison = prepare_comparison(recipe(shared, "prenorm", slow, deep), 2, tmp_path / "out")
+    arms = ["prenorm", slow, deep, {"name": "as deep", "connection": "prenorm", "layers": 4}]
+    comparison = prepare_comparison(recipe(shared, *arms), 2, tmp_path / "out")
     for arm in comparison.arms:
         for seed in (0, 1)[: 1 if arm.name == "slow" else 2]:
             run = run_with_loss(arm, seed, 2.0 + seed)
@@ -660,8 +666,10 @@ def test_arms_that_differ_in_options(text_file, tmp_path):
         "Arms with the same steps see the same batches in the same order.",
         "Arms with the same layers start from the same backbone weights.",
         "beyond 384 to 512 bytes and 9 parameters; each arm at its best learning rate instead of",
-        "The arms differ in options too: layers 2 (prenorm, slow), 4 (deep long); steps 6 (",
-        "lr 0.006 (prenorm, deep long), 0.0001 (slow).",
+        "The arms differ in options too: layers 2 (prenorm, slow), 4 (deep long, as deep); "
+        "steps 6 (",
+        "lr 0.006 (prenorm, deep long, as deep), 0.0001 (slow).",
+        "Compared with as deep in place of prenorm: deep long.",
         "Against prenorm, by 95 % intervals over seeds, each arm at its given rate: ",
     ):
         assert text in notes, text

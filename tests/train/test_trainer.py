@@ -37,9 +37,11 @@ from crosslayer.train.checkpoint import _crc32, list_checkpoints, remove_checkpo
 from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.diagnostics import connection_diagnostics
 from crosslayer.train.evaluation import evaluate_examples, summarise_metrics
+from crosslayer.train.export import export_trained
 from crosslayer.train.method_code import code_digest
 from crosslayer.train.parallel import launch_fabric, prepare_model
 from crosslayer.train.recipe import Arm, Recipe
+from crosslayer.train.run import train_arm
 from crosslayer.train.run_state import RunState
 from crosslayer.train.settings import EngineSettings, Settings
 from crosslayer.train.signals import StopSignals
@@ -1152,6 +1154,18 @@ def test_a_trained_model_is_a_folder_for_anyone(text, tmp_path, tokenizer, capsy
     assert "choose one of the recipe's arms with --arm: mudd, plain" in capsys.readouterr().err
     assert main([*command[:-1], "--arm=plan", f"--out={tmp_path / 'run2'}"]) == 1
     assert "did you mean 'plain'?" in capsys.readouterr().err
+
+
+def test_a_model_takes_the_place_of_a_model_alone(text, tmp_path):
+    settings = Settings.from_options(**SMALL | {"data": text, "steps": 1})
+    examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
+    trainer = train_arm(settings, Arm.from_row("prenorm"), 0, examples, folder=tmp_path / "run")
+    files = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(ValueError, match=r"run: has files and no config.json, .* like .*run/model"):
+        export_trained(trainer, tmp_path / "run")
+    assert sorted((tmp_path / "run").rglob("*")) == files
+    for _ in range(2):
+        export_trained(trainer, tmp_path / "run" / "model")
 
 
 def test_a_signal_between_two_runs_stops_the_second():

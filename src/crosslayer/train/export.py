@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
-from ..files import UNFINISHED_SUFFIX, expand_place, replace_folder
+from ..files import UNFINISHED_SUFFIX, check_no_file, expand_place, replace_folder
+from ..run_folders import TRAINED_MODEL_FOLDER
 from .parallel import run_on_rank_zero
 from .trainer import Trainer
 from .weight_averages import averaged_weights
@@ -24,7 +25,10 @@ def export_trained(trainer: Trainer, folder: Path) -> None:
 
     Args:
         trainer: of a model of transformers.
-        folder: replaced if it exists.
+        folder: a new one, or one with a model, which is replaced.
+
+    Raises:
+        ValueError: the folder has other files, and no model.
     """
     with averaged_weights(trainer.model, trainer.optimizers):
         export_model(
@@ -51,11 +55,15 @@ def export_model(
     Args:
         fabric: rank 0 writes.
         model: its parameters may be sharded.
-        folder: replaced if it exists.
+        folder: a new one, or one with a model, which is replaced.
         tokenizer: a `Tokenizer` of crosslayer.data. Its separator becomes the model's end of text.
         tokenizer_source: of a pretrained model with its own tokenizer: a folder, or a name on the
             Hub. Its files are copied, and the model keeps the ends of a text that it has.
+
+    Raises:
+        ValueError: the folder has other files, and no model.
     """
+    run_on_rank_zero(fabric, lambda: _check_holds_no_others(folder))
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state_dict = get_model_state_dict(model, options=gather)
 
@@ -73,6 +81,16 @@ def export_model(
         replace_folder(temporary, folder)
 
     run_on_rank_zero(fabric, write)
+
+
+def _check_holds_no_others(folder: Path) -> None:
+    """Raise a ValueError for a folder with files and no model, like a run's."""
+    check_no_file(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder}: has files and no config.json, so it is no saved model and is not replaced; "
+            f"name a new folder, like {folder / TRAINED_MODEL_FOLDER}"
+        )
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:

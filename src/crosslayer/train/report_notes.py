@@ -75,9 +75,21 @@ def table_notes(comparison: Comparison) -> list[str]:
 
 
 def _baseline_notes(comparison: Comparison) -> list[str]:
-    if any(arm.connection == "prenorm" for arm in comparison.arms):
-        return []
-    return ["No arm is prenorm, so there is nothing to compare with; add it to the arms."]
+    """What the arms are compared with, where that is nothing, or not one arm for all."""
+    baselines = find_baseline_arms(comparison.recipe, comparison.arms)
+    arms_of_baseline: dict[str, list[str]] = {}
+    for name, baseline in baselines.items():
+        if baseline is not None:
+            arms_of_baseline.setdefault(baseline.name, []).append(name)
+    if not arms_of_baseline:
+        return ["No arm is prenorm, so there is nothing to compare with; add it to the arms."]
+    first, *others = arms_of_baseline
+    notes = []
+    for other in others:
+        compared = ", ".join(name for name in arms_of_baseline[other] if name != other)
+        if compared:
+            notes.append(f"Compared with {other} in place of {first}: {compared}.")
+    return notes
 
 
 def _setup_note(comparison: Comparison) -> str:
@@ -366,7 +378,14 @@ def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
     verdicts = "; ".join(
         f"{words[sign]}: {', '.join(arms)}" for sign, arms in names.items() if arms
     )
-    return [f"Against prenorm, by 95 % intervals over seeds, {rates}: {verdicts}."]
+    tested = sum(map(len, names.values()))
+    by_chance = ""
+    if tested > 1:
+        by_chance = (
+            f" Of {tested} arms without any effect, about {0.05 * tested:.1f} would be called "
+            "better or worse by chance."
+        )
+    return [f"Against prenorm, by 95 % intervals over seeds, {rates}: {verdicts}.{by_chance}"]
 
 
 def _sequence_unit(comparison: Comparison) -> str:

@@ -25,7 +25,8 @@ class TableRow:
         difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline
             and of the baseline itself.
         speed: tokens (or images) per second.
-        relative_speed: to the baseline's; None without a baseline that was executed alike.
+        relative_speed: to the baseline's, 1 of the baseline itself; None without a baseline that
+            was executed alike.
         relative_activations: stored activation memory, to the baseline's; None as above.
         paper: what the paper states.
         loss_at_same_rate: of seed 0 at the recipe's learning rate, where rates are searched.
@@ -125,18 +126,30 @@ def find_baseline_arms(recipe: Recipe, arms: Sequence[Arm]) -> dict[str, Arm | N
     It has the same data. Of those with the same backbone and length, or else of all, it is the
     first that differs in the fewest options. None where no PreNorm arm has the same data.
 
+    A PreNorm arm is compared with itself if it is the first one of its data, or if another
+    connection is compared with it. Any other, like a deeper model, is compared with one of these.
+
     Args:
         recipe: of the arms.
         arms: of a comparison.
     """
     options = {arm.name: recipe.settings(arm).to_options() for arm in arms}
-    plain = [arm for arm in arms if arm.connection == "prenorm"]
-    baselines: dict[str, Arm | None] = {}
-    for name, own in options.items():
-        distances = [
-            (distance_to_baseline(own, options[other.name]), number)
-            for number, other in enumerate(plain)
+
+    def nearest(arm: Arm, plain: list[Arm]) -> Arm | None:
+        own = options[arm.name]
+        same_data = [
+            other
+            for other in plain
             if all(options[other.name].get(key) == own.get(key) for key in PLACES_OF_DATA)
         ]
-        baselines[name] = plain[min(distances)[1]] if distances else None
-    return baselines
+        distances = [distance_to_baseline(own, options[other.name]) for other in same_data]
+        return same_data[distances.index(min(distances))] if distances else None
+
+    plain = [arm for arm in arms if arm.connection == "prenorm"]
+    compared = {arm.name: nearest(arm, plain) for arm in arms if arm not in plain}
+    baselines = [
+        arm
+        for number, arm in enumerate(plain)
+        if arm in compared.values() or nearest(arm, plain[:number]) is None
+    ]
+    return {arm.name: compared.get(arm.name) or nearest(arm, baselines) for arm in arms}
