@@ -31,8 +31,9 @@ class MixingWeights(NamedTuple):
 
 
 def identity_weights(n: int, like: Tensor) -> Tensor:
-    """The identity [n n 1]."""
-    return torch.eye(n, dtype=like.dtype, device=like.device)[..., None]
+    """The identity [n n 1], in the precision of coefficients: float32, or float64 of float64."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.eye(n, dtype=dtype, device=like.device)[..., None]
 
 
 def part_weights(parts: int, index: int, like: Tensor) -> Tensor:

@@ -666,8 +666,7 @@ def test_arms_that_differ_in_options(text_file, tmp_path):
         "Arms with the same steps see the same batches in the same order.",
         "Arms with the same layers start from the same backbone weights.",
         "beyond 384 to 512 bytes and 9 parameters; each arm at its best learning rate instead of",
-        "The arms differ in options too: layers 2 (prenorm, slow), 4 (deep long, as deep); "
-        "steps 6 (",
+        "options too: layers 2 (prenorm, slow), 4 (deep long, as deep); steps 6 (",
         "lr 0.006 (prenorm, deep long, as deep), 0.0001 (slow).",
         "Compared with as deep in place of prenorm: deep long.",
         "Against prenorm, by 95 % intervals over seeds, each arm at its given rate: ",

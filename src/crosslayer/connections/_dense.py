@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..connection import Connection, Site
 from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import upcast
 from ..validation import check_positive
 
 
@@ -103,7 +102,7 @@ def replace_blocks(
 
 def weights_inside_block(state: History) -> MixingWeights:
     """`mixing_weights` of a site inside a block: y joins h, h is read, and all parts are kept."""
-    kept = identity_weights(len(state.X) + 1, upcast(state.h))
+    kept = identity_weights(len(state.X) + 1, state.h)
     write = kept if state.y is None else join_columns(kept, kept[:, -1:])
     return MixingWeights(write, read=kept[-1:], carry=kept)
 

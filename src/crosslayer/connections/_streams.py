@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..connection import Connection
 from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import NormSpec, upcast
+from ..norms import NormSpec
 from ..ops import collapse_streams, depth_connection
 from ..validation import check_positive
 
@@ -46,7 +46,7 @@ def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor
         beta: the weight of the write in each stream, [B T n] or [n]; None without a write.
         outputs: 1, or n where each stream gets another part of the write: [I | diag(beta)].
     """
-    kept = identity_weights(H.shape[-2], upcast(H))
+    kept = identity_weights(H.shape[-2], H)
     if beta is None:
         return kept
     added = beta[..., None, None] if outputs == 1 else beta.diag_embed()[..., None]

@@ -100,7 +100,7 @@ class AltUp(FusedNormConnection[Alternating]):
     def mixing_weights(self, state: Alternating) -> MixingWeights:
         K = self.K
         parts = len(self.state_parts(state))
-        columns = identity_weights(parts + (state.y is not None), upcast(state.h))
+        columns = identity_weights(parts + (state.y is not None), state.h)
         X = columns[:K]
         h = columns[K : K + 1]
         active = columns[K + 1 : parts]

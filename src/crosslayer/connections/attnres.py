@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import NormSpec, add_write, apply_norm, upcast
+from ..norms import NormSpec, add_write, apply_norm
 from ..ops import depth_attention, depth_scores
 from ..validation import check_non_negative, check_positive
 
@@ -108,12 +108,12 @@ class AttnRes(FusedNormConnection[Values]):
         return (*state.done, *partial)
 
     def mixing_weights(self, state: Values) -> MixingWeights:
-        parts = identity_weights(len(self.state_parts(state)), upcast(state.done[0]))
+        parts = identity_weights(len(self.state_parts(state)), state.done[0])
         if self.query is None or self.key_norm is None or state.y is None:  # the first sub-layer
             return MixingWeights(parts, parts, parts)
         sources = (*state.done, add_write(state.y, state.partial))
         p = depth_scores(sources, self.query * self.key_norm, self.eps).softmax(-1)
-        kept = identity_weights(len(sources), upcast(state.y))
+        kept = identity_weights(len(sources), state.y)
         # y joins the current block's sum, or starts a new one
         write = kept if state.partial is None else join_columns(kept, kept[:, -1:])
         return MixingWeights(write, p[..., None, :, None], kept)

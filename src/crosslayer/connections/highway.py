@@ -71,7 +71,7 @@ class Highway(Connection[Carried]):
         return (state.h,)
 
     def mixing_weights(self, state: Carried) -> MixingWeights:
-        one = identity_weights(1, upcast(state.h))
+        one = identity_weights(1, state.h)
         write = one
         if state.g is not None:
             gate = state.g[..., None, None, :]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import NormSpec, apply_norm, upcast
+from ..norms import NormSpec, apply_norm
 from ..ops import depth_attention, depth_scores, gate_pool, gate_streams
 from ..validation import check_idle_options, check_positive
 
@@ -165,10 +165,10 @@ class MGR(FusedNormConnection[Gated]):
         S, y, beta = state
         if y is None:
             written = S
-            write = identity_weights(len(S), upcast(S[0]))
+            write = identity_weights(len(S), S[0])
         elif beta is None:
             written = (*S, y)
-            write = identity_weights(len(written), upcast(S[0]))
+            write = identity_weights(len(written), S[0])
         else:
             written = gate_streams(S, y, beta)
             write = join_columns((1 - beta).diag_embed()[..., None], beta[..., None, None])

@@ -16,7 +16,6 @@ Traffic: 3D elements per token and site.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.func import functional_call
 
@@ -56,8 +55,8 @@ class PostNorm(Connection[Stream]):
         # One written part a port, because a parallel block applies two norms to the same sum.
         ports = len(self.ports)
         columns = 1 if state.y is None else 2
-        write = torch.ones(ports, columns, 1, dtype=state.h.dtype, device=state.h.device)
-        read = identity_weights(ports, write)
+        read = identity_weights(ports, state.h)
+        write = read.new_ones(ports, columns, 1)
         norms = tuple(stream_norm_spec(norm) for norm in self.norms)
         return MixingWeights(write, read, read[:1], norms)
 

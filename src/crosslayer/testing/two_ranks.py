@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from crosslayer.connection import find_connections
 from crosslayer.testing.tiny_model import (
     TinyGPT,
-    largest_gradient_error,
     loss_and_gradients,
     tiny_gpt,
     token_ids,
+    wrong_gradients,
 )
 
 
@@ -43,8 +43,9 @@ def gloo_rank(rank: int, folder: str) -> Iterator[None]:
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:
     """Write what is wrong with each (spec, parallel) to `folder`/errors.json.
 
-    The traceback of an exception ("" where there was none), the largest error of a gradient, and
-    the names of parameters with other initial values than those of a model that was never sharded.
+    The traceback of an exception ("" where there was none), the errors of wrong gradients by name,
+    and the names of parameters with other initial values than those of a model that was never
+    sharded.
     """
     warnings.simplefilter("error")
     # A pending write is a Linear's output, which is a view. Nothing here writes into it.
@@ -53,10 +54,10 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
         mesh = init_device_mesh("cpu", (2,))
         errors = {}
         for spec, parallel in cases:
-            found = {"exception": "", "gradients": float("inf"), "reset parameters": []}
+            found = {"exception": "", "gradients": {}, "reset parameters": []}
             try:
                 model = tiny_gpt(spec, parallel)
-                found["gradients"] = gradient_error(model, mesh)
+                found["gradients"] = sharded_gradient_errors(model, mesh)
                 unsharded = tiny_gpt(spec, parallel, shaken=False)
                 found["reset parameters"] = reset_sharded_parameters(model, unsharded)
             except Exception:  # of one method, while the others go on
@@ -67,8 +68,8 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
                 json.dump(errors, file)
 
 
-def gradient_error(model: TinyGPT, mesh: DeviceMesh) -> float:
-    """Shard a model; `largest_gradient_error` of a batch that both processes share."""
+def sharded_gradient_errors(model: TinyGPT, mesh: DeviceMesh) -> dict[str, float]:
+    """Shard a model; `wrong_gradients` of a batch that both processes share."""
     ids = token_ids(4)
     rank = mesh.get_rank()
     _, expected = loss_and_gradients(model, ids)
@@ -77,7 +78,7 @@ def gradient_error(model: TinyGPT, mesh: DeviceMesh) -> float:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
-    return largest_gradient_error({n: g.full_tensor() for n, g in sharded.items()}, expected)
+    return wrong_gradients({n: g.full_tensor() for n, g in sharded.items()}, expected)
 
 
 def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:

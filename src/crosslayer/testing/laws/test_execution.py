@@ -12,10 +12,10 @@ import crosslayer
 from crosslayer.methods import ENTRY_POINT_GROUP
 from crosslayer.testing.tiny_model import (
     equal_tensors,
-    largest_gradient_error,
     loss_and_gradients,
     tiny_gpt,
     token_ids,
+    wrong_gradients,
 )
 
 from .shared import every_compiled, every_method, every_option, is_own
@@ -39,7 +39,7 @@ def test_one_graph(spec, parallel):
     model.compile(fullgraph=True, backend="aot_eager")
     again, compiled = loss_and_gradients(model, ids)
     torch.testing.assert_close(again, loss, rtol=1e-6, atol=1e-6)
-    assert largest_gradient_error(compiled, gradients) < 1e-3
+    assert not wrong_gradients(compiled, gradients)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_dynamic_shapes_compile(spec):
         loss, gradients = loss_and_gradients(tiny_gpt(spec, layers=1), ids)
         again, compiled = loss_and_gradients(model, ids)
         torch.testing.assert_close(again, loss, rtol=1e-6, atol=1e-6)
-        assert largest_gradient_error(compiled, gradients) < 1e-3
+        assert not wrong_gradients(compiled, gradients)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_inductor(spec):
     model.compile(fullgraph=True)
     again, compiled = loss_and_gradients(model, ids)
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-5)
-    assert largest_gradient_error(compiled, gradients) < 1e-3
+    assert not wrong_gradients(compiled, gradients)
 
 
 @pytest.mark.slow
@@ -149,5 +149,5 @@ def test_two_rank_fsdp2(spec, parallel, sharded_errors):
         pytest.skip("other processes know installed methods alone: name it as an entry point")
     errors = sharded_errors[f"{spec}-{parallel}"]
     assert not errors["exception"], errors["exception"]
-    assert errors["gradients"] < 1e-3
+    assert not errors["gradients"], "of the sharded model, relative to each parameter's largest"
     assert errors["reset parameters"] == []

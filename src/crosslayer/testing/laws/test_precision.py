@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -12,6 +13,7 @@ from crosslayer.testing.tiny_model import perturb_weights, tiny_gpt, token_ids
 
 from .shared import (
     every_method,
+    every_option,
     every_sequential,
     every_start,
     every_variant,
@@ -48,6 +50,25 @@ def test_a_bf16_model_keeps_coefficients_in_float32(spec, parallel):
     rounding = (rounded - prenorm(token_ids())).norm()
     error = (logits.double() - exact(token_ids())).norm()
     assert error < 3 * rounding, "a connection may lose at most 3 times what a plain residual does"
+
+
+@every_option
+def test_mixing_weights_of_bf16_streams_are_float32(spec, parallel):
+    """A method need not have them."""
+    if crosslayer.make(spec).method.mixing_weights is crosslayer.Connection.mixing_weights:
+        pytest.skip("the method has no mixing_weights")
+    sites = [site.float() for site in make_connections(spec, parallel)]
+    for site in sites:
+        site.norms.bfloat16()
+    state = sites[0].init(torch.randn(2, 5, 6).bfloat16())
+    for k, site in enumerate(sites):
+        weights = site.mixing_weights(state)
+        matrices = {"write": weights.write, "read": weights.read, "carry": weights.carry}
+        rounded = [name for name, matrix in matrices.items() if matrix.dtype != torch.float32]
+        assert not rounded, f"site {k}: {rounded} are {weights.write.dtype}"
+        if not site.is_readout:
+            inputs, state = site.read(state)
+            state = site.write(state, sublayer_output(k, inputs))
 
 
 @every_variant
