@@ -24,7 +24,7 @@ from torchtitan.trainer import Trainer
 
 import crosslayer
 from crosslayer.compilation import reset_compiler
-from crosslayer.connection import find_connections
+from crosslayer.hf import reset_connections
 
 
 class ConnectedLlama3(Llama3Model):
@@ -43,8 +43,7 @@ class ConnectedLlama3(Llama3Model):
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise torchtitan's modules, and then the connections, which are plain modules."""
         super().init_states(buffer_device=buffer_device)
-        for connection in find_connections(self):
-            connection.reset_parameters()
+        reset_connections(self)
 
     def verify_module_protocol(self) -> None:
         """torchtitan asks whether each module can initialise itself; connections do it above."""

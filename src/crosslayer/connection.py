@@ -228,7 +228,10 @@ class Connection(Float32Parameters, Generic[StateT]):
         self.norms = nn.ModuleList(norm(port) for port in self.ports)
 
     def reset_parameters(self) -> None:
-        """Set the connection's own parameters, but not its norms, to their initial values."""
+        """Set the connection's own parameters, but not its norms, to their initial values.
+
+        `crosslayer.hf.reset_connections` does so for all connections of a model, and for norms.
+        """
 
     def init(self, x: Tensor) -> StateT:
         """The state before the first sub-layer. x: the embedding y_0, [B T D].

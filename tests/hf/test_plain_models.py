@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.connections.mudd import Mudd
+from crosslayer.hf import reset_connections
 from crosslayer.hf.hidden_states import StreamUseError
-from crosslayer.testing.tiny_model import perturb_weights
+from crosslayer.testing.tiny_model import equal_tensors, perturb_weights
 from crosslayer.train.diagnostics import connection_diagnostics
 from tests.hf.plain_models import (
     DIM,
@@ -33,6 +34,38 @@ CONNECTIONS = ["mudd", "hyper", "denseformer", "mhc"]
 def test_new_widths_need_initial_values():
     with pytest.raises(ValueError, match="reallocate makes new projections, and ModuleDict has no"):
         crosslayer.connect(GPT(), "mudd", reallocate=True)
+
+
+@pytest.mark.parametrize(
+    "spec", ["mudd(normed='every way')", "resi_dual", "hyper(output_scale='1/sqrt(n)')"]
+)
+def test_connected_before_there_are_weights(spec):
+    """The meta device, empty memory, the model's own initialisation by name, then theirs."""
+    plain = GPT()
+    torch.manual_seed(5)
+    expected = crosslayer.connect(copy.deepcopy(plain), spec).state_dict()
+    with torch.device("meta"):
+        model = crosslayer.connect(GPT(), spec)
+    with pytest.raises(ValueError, match=r"is on the meta device; call model.to_empty"):
+        reset_connections(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        for name, value in plain.named_parameters(remove_duplicate=False):
+            model.get_parameter(name).copy_(value)
+    reset_connections(model)
+    assert equal_tensors(model.state_dict(), expected)
+    with pytest.raises(ValueError, match="no connections to reset"):
+        reset_connections(plain)
+
+
+def test_connections_of_a_frozen_model_learn():
+    plain = GPT().requires_grad_(False)
+    for spec in ("mudd", "resi_dual"):
+        model = crosslayer.connect(copy.deepcopy(plain), spec)
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert frozen == {name for name, _ in plain.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", LISTS)

@@ -17,15 +17,11 @@ from tests.hf.plain_models import DIM, GPT, Block, CausalSelfAttention, make_ids
 from tests.support.split_inputs import check_split_inputs
 
 
-@pytest.mark.parametrize("change", ["names", "outputs"])
-def test_another_class_of_the_same_name_has_one_input(change):
+def test_another_class_of_the_same_name_has_one_input():
     """Its q, k and v cannot be told, so MUDD mixes one input for it."""
     model = GPT()
     for block in model.transformer.h:
-        if change == "names":
-            del block.attn.n_embd
-        else:
-            block.attn.c_attn = nn.Linear(DIM, 2 * DIM)
+        block.attn.c_attn = nn.Linear(DIM, 2 * DIM)
     crosslayer.connect(model, "mudd")
     assert model.transformer.h[1].connections[0].ports == ("mixer",)
 
@@ -106,6 +102,39 @@ def test_projections_that_cannot_be_separated_are_named():
         warnings.simplefilter("error")
         crosslayer.connect(copy.deepcopy(model), "hyper")
         crosslayer.connect(model, "mudd(ways='qkvr')")
+
+
+class WrappedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(DIM, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def attention_without_sizes() -> nn.Module:
+    """Of the class of a known projection, without the attribute that says how many are for q."""
+    attention = CausalSelfAttention()
+    del attention.n_embd
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        (lambda: JointAttention(), "JointAttention.qkv may compute all three, in an order that"),
+        (attention_without_sizes, "CausalSelfAttention.c_attn may compute all three, in an order"),
+        (WrappedAttention, "WrappedAttention contains an nn.MultiheadAttention, which must be"),
+    ],
+)
+def test_a_joint_projection_that_is_not_known_is_named(attention, reason):
+    model = GPT()
+    for block in model.transformer.h:
+        block.attn = attention()
+    with pytest.warns(UserWarning, match=rf"one input for q, k and v \({reason}"):
+        crosslayer.connect(model, "mudd")
+    assert model.transformer.h[1].connections[0].ports == ("mixer",)
 
 
 class JointAttention(nn.Module):

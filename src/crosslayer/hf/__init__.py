@@ -13,7 +13,8 @@ from .connect import connect
 from .disconnect import disconnect
 from .loading import from_pretrained
 from .registration import SavedConfig, register_with_transformers
+from .reset import reset_connections
 
-__all__ = ["SavedConfig", "connect", "disconnect", "from_pretrained"]
+__all__ = ["SavedConfig", "connect", "disconnect", "from_pretrained", "reset_connections"]
 
 register_with_transformers()

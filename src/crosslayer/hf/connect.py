@@ -27,7 +27,7 @@ from .families import ModelWiring
 from .initial_outputs import KeptScales, find_kept_scales, looks_pretrained, reason_for_change
 from .mlp_widths import growing_widths, mlp_hidden_width
 from .output_weights import scale_output_weights
-from .projections import has_projection_names
+from .projections import explain_joint_input
 from .registration import register_with_diffusers
 from .sharding import keep_parameters_apart
 from .stream_factors import check_stream_factors
@@ -172,9 +172,8 @@ def _describe_joint_inputs(backbone: Any, wiring: ModelWiring, spec: ConnectionS
     if not joint or not _splits_inputs(spec, backbone, wiring):
         return ""
     return (
-        f"connecting {spec} gives the attention of this model one input for q, k and v ({joint} "
-        "does more with its input than to call three projections of it); see "
-        '"Separate inputs for q, k and v" in docs/your-model.md'
+        f"connecting {spec} gives the attention of this model one input for q, k and v ({joint}); "
+        'see "Separate inputs for q, k and v" in docs/your-model.md'
     )
 
 
@@ -193,12 +192,12 @@ def _describe_skipped_layers(backbone: Any) -> Iterator[str]:
 
 
 def _joint_attention(backbone: Any, wiring: ModelWiring) -> str:
-    """The class of an attention with projections of q, k and v that `connect` cannot separate."""
+    """Why `connect` cannot separate the projections of q, k and v of an attention; else empty."""
     for layer, layer_wiring in wiring.wired_layers(backbone):
         for sublayer in layer_wiring.sublayers:
             attention = layer.get_submodule(sublayer.module)
-            if sublayer.port == "mixer" and has_projection_names(attention):
-                return type(attention).__name__
+            if sublayer.port == "mixer" and (reason := explain_joint_input(attention)):
+                return reason
     return ""
 
 

@@ -141,7 +141,7 @@ class OwnedNorm:
 
 
 def copy_norm(owner: nn.Module, path: str) -> nn.Module:
-    """A copy of a host's norm, with separate weights.
+    """A copy of a host's norm, with separate weights. They learn, also where the host is frozen.
 
     Args:
         owner: the layer or the backbone that has the norm.
@@ -149,7 +149,7 @@ def copy_norm(owner: nn.Module, path: str) -> nn.Module:
     """
     host_norm = owner.get_submodule(path)
     with gathered_parameters(host_norm.parameters()):
-        norm: Any = copy.deepcopy(host_norm)
+        norm: Any = copy.deepcopy(host_norm).requires_grad_(True)
     swap_class(norm, OwnedNorm)
     norm.owner = ModuleReference((owner,))
     norm.host_path = path

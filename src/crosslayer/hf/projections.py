@@ -112,9 +112,25 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
     return (), None
 
 
-def has_projection_names(attention: nn.Module) -> bool:
-    """Whether it has modules whose names are those of projections of q, k and v."""
-    return any(all(name in attention._modules for name in names) for names in _QKV)
+def explain_joint_input(attention: nn.Module) -> str:
+    """Why q, k and v of an attention have one input, where it has projections of them; else ""."""
+    name = original_class(attention).__name__
+    if any(all(child in attention._modules for child in names) for names in _QKV):
+        return f"{name} does more with its input than to call three projections of it"
+    for child, module in attention.named_children():
+        is_attention = any(part in f"{name} {child}".lower() for part in _ATTENTION_NAMES)
+        if (is_attention or "qkv" in child) and _is_three_times_as_wide(module):
+            return f"{name}.{child} may compute all three, in an order that is not known"
+    if any(isinstance(module, nn.MultiheadAttention) for module in attention.modules()):
+        return f"{name} contains an nn.MultiheadAttention, which must be the sub-layer itself"
+    return ""
+
+
+def _is_three_times_as_wide(module: nn.Module) -> bool:
+    """Whether a module has three outputs for each input."""
+    weight = getattr(module, "weight", None)
+    shape = sorted(parameter_shape(weight)) if isinstance(weight, Tensor) else []
+    return len(shape) == 2 and shape[1] == 3 * shape[0]
 
 
 def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], FusedQKV | None]:
