@@ -486,14 +486,15 @@ def float32_parameter(*shape: int) -> nn.Parameter:
 
 
 @torch.no_grad()
-def assign_value(parameter: Any, value: Tensor | list[Any]) -> None:
+def assign_value(parameter: Any, value: Tensor | list[Any] | float) -> None:
     """Set a parameter in place. Of one that FSDP2 has sharded, each rank sets its shard.
 
     Args:
         parameter: of any device; nothing happens on the meta device.
-        value: of the whole parameter's shape.
+        value: of the whole parameter's shape, or one that is expanded to it, such as a number.
     """
     value = torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device)
+    value = value.expand(parameter.shape)
     if hasattr(parameter, "placements"):  # a DTensor, whose module takes a while to import
         from torch.distributed.tensor import distribute_tensor
 

@@ -46,9 +46,12 @@ def check_class_attributes(cls: Any) -> None:
     for former, name in _FORMER_ATTRIBUTES.items():
         if former in vars(cls):
             raise TypeError(f"{cls.__name__}: {former} is called {name} now")
-    for attribute in ("weight_decay_params", "test_variants"):
-        if isinstance(getattr(cls, attribute), str):
-            raise TypeError(f"{cls.__name__}: {attribute} must contain names, got a string")
+    for attribute, kind in (("weight_decay_params", frozenset), ("test_variants", tuple)):
+        value = getattr(cls, attribute)
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{cls.__name__}: {attribute} must be a {kind.__name__} of strings, got {value!r}"
+            )
 
 
 def check_state_class(cls: Any) -> None:
