@@ -123,9 +123,18 @@ def test_the_mixing_weights_of_the_tutorial_agree(laurel):
     assert unfolded.mean[1, 0] != 1
 
 
+def test_the_memory_traffic_of_the_tutorial_is_that_of_streams():
+    names = {}
+    exec(python_blocks(TUTORIAL)[1], names)
+    make = crosslayer.make("hyper")
+    sites = crosslayer.plan(3)
+    for connection in [make(site, 8, lambda port: torch.nn.RMSNorm(8)) for site in sites]:
+        assert names["memory_traffic"](connection) == connection.memory_traffic()
+
+
 def test_the_loop_of_the_tutorial_agrees(laurel, monkeypatch):
     from tests.connections import test_loops
 
     monkeypatch.setattr(test_loops, "LOOPS", dict(test_loops.LOOPS))
-    exec(python_blocks(TUTORIAL)[1], dict(vars(test_loops)))
+    exec(python_blocks(TUTORIAL)[2], dict(vars(test_loops)))
     test_loops.check("laurel", test_loops.LOOPS["laurel"], test_loops.Case())
