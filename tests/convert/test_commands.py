@@ -241,6 +241,7 @@ ERRORS = [
         "temperature must be a number of at least",
     ),
     (["generate", "FOLDER", "x", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
+    (["generate", "FOLDER", "x", "--top-p", "0.9"], "top_p needs a temperature: without one, no "),
     (
         ["generate", "FOLDER", "x", "--temperature", "1e-30"],
         "temperature must be 0 or at least 1e-06, got 1e-30",

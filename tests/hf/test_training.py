@@ -103,6 +103,20 @@ def test_trainer_resumes_bitwise(tmp_path):
     assert torch.equal(saved(ids()).logits, uninterrupted.model.eval()(ids()).logits)
 
 
+@pytest.mark.slow
+def test_trainer_resumes_experts_bitwise_from_a_loaded_model(tmp_path):
+    """`Trainer` itself does not load them from the layout in which transformers saves them."""
+    uninterrupted = trainer(connected("mixtral", "mudd"), tmp_path / "uninterrupted", 20)
+    uninterrupted.train()
+    trainer(connected("mixtral", "mudd"), tmp_path / "stopped", 10).train()
+    checkpoint = str(tmp_path / "stopped" / "checkpoint-10")
+    resumed = trainer(crosslayer.from_pretrained(checkpoint), tmp_path / "resumed", 20)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    expected = dict(uninterrupted.model.named_parameters())
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
 def test_accelerate(tmp_path):
     """Its training loop, its saved state, and weights that are loaded only while they are used."""
     from accelerate import Accelerator, cpu_offload

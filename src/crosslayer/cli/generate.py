@@ -24,7 +24,7 @@ def parser() -> Any:
     add("prompt", type=str, nargs="?", default=None, help="the text to continue")
     add("--max-new-tokens", type=int, default=128, help="maximum number of generated tokens")
     add("--temperature", type=float, default=0.0, help="of the sampling; 0: the likeliest token")
-    add("--top-p", type=float, default=1.0, help="sample within this probability mass")
+    add("--top-p", type=float, default=1.0, help="of the sampling: the probability mass")
     add("--seed", type=int, default=0, help="seed of the sampling")
     add_model_options(command)
     add(
@@ -50,6 +50,8 @@ def run(options: Any) -> int:
     check_seed(options.seed)
     if not 0 < options.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {options.top_p}")
+    if options.top_p < 1 and not options.temperature:
+        raise ValueError("top_p needs a temperature: without one, no token is drawn at random")
     device = choose_device(options.device)
     dtype = parse_model_dtype(options.dtype)
     tokenizer = open_tokenizer(options.tokenizer or options.model)

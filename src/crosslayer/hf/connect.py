@@ -130,10 +130,14 @@ def _already_connected(model: Any, backbone: Any) -> str:
     spec = repr(backbone.connection_spec)
     if backbone in (model, getattr(model, "base_model", model)):
         return f"the model is already connected, with {spec}; call crosslayer.disconnect first"
-    path = next(path for path, module in model.named_modules() if module is backbone)
+    path_of = {module: path for path, module in model.named_modules()}
+    language_model = model.get_decoder() if hasattr(model, "get_decoder") else None
+    example = ""
+    if language_model in path_of and not is_connected(language_model):
+        example = f", like model.{path_of[language_model]}"
     return (
-        f"the model's {path} is already connected, with {spec}; pass the part that you want to "
-        "connect, or call crosslayer.disconnect first"
+        f"the model's {path_of[backbone]} is already connected, with {spec}; pass the part that "
+        f"you want to connect{example}, or call crosslayer.disconnect first"
     )
 
 
