@@ -58,7 +58,8 @@ def make_progress(console: Any, *columns: Any, **options: Any) -> Any:
 
 
 class ProgressBars:
-    """The progress of runs, on rank 0 alone: bars, or in a log file a line for each evaluation.
+    """The progress of runs, on rank 0 alone: bars, or in a log file a line for each evaluation and
+    for a run's first step.
 
     A run's bar appears with its first step: errors in options or data come before it.
 
@@ -101,7 +102,8 @@ class ProgressBars:
         """Advance the bar of the run called `name` to a step's result, of `steps` in all."""
         if not self._bars:
             self._progress.start()
-        if name not in self._bars:
+        is_first = name not in self._bars
+        if is_first:
             self._bars[name] = self._progress.add_task(
                 name, total=steps, loss=float("nan"), speed=0, usage=""
             )
@@ -115,11 +117,11 @@ class ProgressBars:
             speed=result.tokens_per_second,
             usage=usage,
         )
-        if result.evaluation and self._progress.disable and is_rank_zero():
-            self._console.print(_evaluation_line(name, steps, result, self._unit))
+        if (is_first or result.evaluation) and self._progress.disable and is_rank_zero():
+            self._console.print(_step_line(name, steps, result, self._unit))
 
 
-def _evaluation_line(name: str, steps: int, result: "StepResult", unit: str) -> str:
+def _step_line(name: str, steps: int, result: "StepResult", unit: str) -> str:
     """Like "mudd 54/160: loss 2.510, held-out loss 2.351, 2,900 tokens/s"."""
     losses = [f"loss {result.loss:.3f}"]
     for dataset, metrics in (result.evaluation or {}).items():
