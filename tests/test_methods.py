@@ -548,8 +548,9 @@ def test_a_method_that_lacks_a_part():
     with pytest.raises(NotImplementedError, match="Nothing needs mix_inputs"):
         Nothing(site, 4, lambda port: nn.RMSNorm(4)).read(state)
     for attribute in ("weight_decay_params", "test_variants"):
-        with pytest.raises(TypeError, match=f"{attribute} must be a .* of strings, got "):
-            type("Misspelt", (PreNorm,), {attribute: "weight"})
+        for value in ("weight", {"weight"}, ["weight"], frozenset({1}), (1,)):
+            with pytest.raises(TypeError, match=f"{attribute} must be a .* of strings, got "):
+                type("Misspelt", (PreNorm,), {attribute: value})
 
 
 def test_streams_that_others_have_cast_are_refused():

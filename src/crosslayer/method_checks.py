@@ -48,7 +48,7 @@ def check_class_attributes(cls: Any) -> None:
             raise TypeError(f"{cls.__name__}: {former} is called {name} now")
     for attribute, kind in (("weight_decay_params", frozenset), ("test_variants", tuple)):
         value = getattr(cls, attribute)
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or not all(isinstance(item, str) for item in value):
             raise TypeError(
                 f"{cls.__name__}: {attribute} must be a {kind.__name__} of strings, got {value!r}"
             )

@@ -60,6 +60,31 @@ def test_connected_before_there_are_weights(spec):
         reset_connections(plain)
 
 
+class WrappedNorm(nn.Module):
+    """With its weights in a child, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LayerNorm(DIM)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_owned_norms_of_any_class_are_reset():
+    model = GPT().eval()
+    for block in model.transformer.h:
+        block.ln_1 = WrappedNorm()
+    crosslayer.connect(model, "mudd")
+    expected = model(make_ids())
+    for name, tensor in model.state_dict().items():
+        if ".connection" in name:
+            tensor.fill_(torch.nan)
+    reset_connections(model)
+    assert torch.equal(model(make_ids()), expected)
+
+
 def test_connections_of_a_frozen_model_learn():
     plain = GPT().requires_grad_(False)
     for spec in ("mudd", "resi_dual"):

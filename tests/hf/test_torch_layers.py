@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -77,7 +78,9 @@ def test_the_decoder_of_torch():
     model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
     results = [output_and_gradients(each) for each in (model, plain)]
     torch.testing.assert_close(*results, rtol=0, atol=0)
-    layer = crosslayer.connect(plain, "mudd").decoder.layers[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Its attention to another text has one input rightly.
+        layer = crosslayer.connect(plain, "mudd").decoder.layers[1]
     assert [connection.ports for connection in layer.connections] == [
         ("q", "k", "v"),
         ("mixer",),

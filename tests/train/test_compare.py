@@ -112,7 +112,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     for text in (" ".join(printed.split()), markdown, page):
         assert "Not tested: whether a difference lasts beyond" in text
         assert "rate instead of 0.006" in text and "Against prenorm, by 95 % intervals" in text
-        assert "Of 3 arms without any effect, about 0.2 would be called better or worse" in text
+        assert "By chance, about 0.15 of 3 arms without any effect would be called better" in text
         assert "embeddings learn" not in text, "Granite's factor lets them learn fast"
 
     before = (out / "results.json").read_text()
@@ -638,11 +638,11 @@ def test_the_baseline_of_an_arm_has_its_data():
         assert baseline_of(arms, faster, {}) is plain
     same_size = Arm("as deep", "prenorm", options={"layers": 24, "steps": 2000})
     assert baseline_of([plain, longer, same_size, deep], deep, {}) is same_size
-    # an option that an arm gives may be that of all
     # a pre-norm model with which no connection is compared is one of the compared
     assert baseline_of([plain, longer, same_size, deep], longer, {}) is plain
     assert baseline_of([plain, longer, same_size, deep], same_size, {}) is same_size
     assert baseline_of([plain, its_own], its_own, {}) is its_own
+    # an option that an arm gives may be that of all
     as_long = Arm("as long", "prenorm", options={"steps": 100})
     mudd = Arm("mudd", "mudd")
     assert baseline_of([longer, as_long, mudd], mudd, {"steps": 100}) is as_long

@@ -1160,8 +1160,9 @@ def test_a_model_takes_the_place_of_a_model_alone(text, tmp_path):
     settings = Settings.from_options(**SMALL | {"data": text, "steps": 1})
     examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
     trainer = train_arm(settings, Arm.from_row("prenorm"), 0, examples, folder=tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("{}")
     files = sorted((tmp_path / "run").rglob("*"))
-    with pytest.raises(ValueError, match=r"run: has files and no config.json, .* like .*run/model"):
+    with pytest.raises(ValueError, match=r"run: has files and is no saved model, .*/run/model"):
         export_trained(trainer, tmp_path / "run")
     assert sorted((tmp_path / "run").rglob("*")) == files
     for _ in range(2):

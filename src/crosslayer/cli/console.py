@@ -59,7 +59,7 @@ def make_progress(console: Any, *columns: Any, **options: Any) -> Any:
 
 class ProgressBars:
     """The progress of runs, on rank 0 alone: bars, or in a log file a line for each evaluation and
-    for a run's first step.
+    for the first step.
 
     A run's bar appears with its first step: errors in options or data come before it.
 

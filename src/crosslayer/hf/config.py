@@ -69,11 +69,11 @@ def make_config(
             f"dim must be a multiple of twice the heads, got dim {dim} and {heads} heads"
         )
     # A copy, as callers may change it.
-    return copy.deepcopy(_make_config(family, layers, dim, heads, vocab, json.dumps(overrides)))
+    return copy.deepcopy(_cached_config(family, layers, dim, heads, vocab, json.dumps(overrides)))
 
 
 @functools.lru_cache(maxsize=64)  # The arms of a comparison mostly have one config.
-def _make_config(
+def _cached_config(
     family: str, layers: int, dim: int, heads: int, vocab: int, overrides_json: str
 ) -> PreTrainedConfig:
     overrides = json.loads(overrides_json) or {}

@@ -131,9 +131,9 @@ def _already_connected(model: Any, backbone: Any) -> str:
     if backbone in (model, getattr(model, "base_model", model)):
         return f"the model is already connected, with {spec}; call crosslayer.disconnect first"
     path_of = {module: path for path, module in model.named_modules()}
-    language_model = model.get_decoder() if hasattr(model, "get_decoder") else None
+    language_model = model.get_decoder() if hasattr(model, "get_decoder") else model
     example = ""
-    if language_model in path_of and not is_connected(language_model):
+    if path_of.get(language_model) and not any(map(is_connected, language_model.modules())):
         example = f", like model.{path_of[language_model]}"
     return (
         f"the model's {path_of[backbone]} is already connected, with {spec}; pass the part that "

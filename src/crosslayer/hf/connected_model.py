@@ -14,7 +14,7 @@ from .adapters import register_with_imported_peft
 from .arguments import join_arguments, parameter_names
 from .families import ModelWiring
 from .hidden_states import HiddenStateRecorder, TravellingState, replace_captured, replace_recorded
-from .host_norms import OwnedNorm
+from .host_norms import OwnedNorm, find_attribute
 from .layers import ConnectedLayer, ReadoutNorm, make_readout
 from .output_weights import scale_output_weights
 
@@ -166,7 +166,7 @@ class ConnectedModel:
         """
         host_norm = norm.find_host_norm()
         missing = [name for name, p in norm.named_parameters() if not _is_loaded(p)]
-        if all(_is_loaded(getattr(host_norm, name)) for name in missing):
+        if all(_is_loaded(find_attribute(host_norm, name)) for name in missing):
             norm.copy_from_host(missing)
         else:  # The host's norm is not initialised yet: the final norm comes after its submodules.
             super()._init_weights(norm)  # type: ignore[misc]

@@ -134,7 +134,7 @@ class OwnedNorm:
     @torch.no_grad()
     def copy_from_host(self, names: Iterable[str]) -> None:
         host_norm = self.find_host_norm()
-        pairs = [(getattr(self, name), getattr(host_norm, name)) for name in names]
+        pairs = [(find_attribute(self, name), find_attribute(host_norm, name)) for name in names]
         with gathered_parameters([p for pair in pairs for p in pair], changes=True):
             for own, of_host in pairs:
                 own.copy_(of_host)

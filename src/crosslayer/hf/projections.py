@@ -121,16 +121,17 @@ def explain_joint_input(attention: nn.Module) -> str:
         is_attention = any(part in f"{name} {child}".lower() for part in _ATTENTION_NAMES)
         if (is_attention or "qkv" in child) and _is_three_times_as_wide(module):
             return f"{name}.{child} may compute all three, in an order that is not known"
-    if any(isinstance(module, nn.MultiheadAttention) for module in attention.modules()):
+    inner = (module for module in attention.modules() if module is not attention)
+    if any(isinstance(module, nn.MultiheadAttention) for module in inner):
         return f"{name} contains an nn.MultiheadAttention, which must be the sub-layer itself"
     return ""
 
 
 def _is_three_times_as_wide(module: nn.Module) -> bool:
-    """Whether a module has three outputs for each input."""
-    weight = getattr(module, "weight", None)
-    shape = sorted(parameter_shape(weight)) if isinstance(weight, Tensor) else []
-    return len(shape) == 2 and shape[1] == 3 * shape[0]
+    """Whether a projection, `nn.Linear` or transformers' `Conv1D`, has three outputs an input."""
+    inputs = getattr(module, "in_features", getattr(module, "nx", None))
+    outputs = getattr(module, "out_features", getattr(module, "nf", None))
+    return inputs is not None and outputs == 3 * inputs
 
 
 def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], FusedQKV | None]:

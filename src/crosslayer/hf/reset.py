@@ -3,6 +3,7 @@
 from torch import nn
 
 from ..connection import find_connections
+from ..partitioned import gathered_parameters
 from .host_norms import OwnedNorm
 from .layers import ConnectedLayer
 from .output_weights import scale_output_weights
@@ -12,12 +13,12 @@ def reset_connections(model: nn.Module) -> None:
     """Set all parameters of a model's connections to their initial values, in place.
 
     For a model of your own that was connected on the meta device, or whose weights you initialise
-    after `connect`. Call it once right after the model's own initialisation: the norms that a
+    after `connect`. Call it once, right after the model's own initialisation: the norms that a
     connection owns, of k and v for example, are copies of the model's, and `output_scale`
-    multiplies the model's weights.
+    multiplies the model's weights. `init_weights` of a model of transformers does all of this.
 
     Args:
-        model: connected. Its parameters may be sharded.
+        model: connected. FSDP2 may have sharded it, the connections included.
 
     Raises:
         ValueError: the model has no connections, or parameters on the meta device.
@@ -32,8 +33,10 @@ def reset_connections(model: nn.Module) -> None:
             "model first"
         )
     for connection in connections:
-        connection.reset_parameters()
+        with gathered_parameters(connection.parameters(recurse=False), changes=True):
+            connection.reset_parameters()
         for norm in connection.norms:
             if isinstance(norm, OwnedNorm):
-                norm.copy_from_host([name for name, _ in norm.named_parameters()])
+                tensors = (*norm.named_parameters(), *norm.named_buffers())
+                norm.copy_from_host([name for name, _ in tensors])
     scale_output_weights(m for m in model.modules() if isinstance(m, ConnectedLayer))

@@ -180,7 +180,7 @@ def wrong_gradients(
     """The gradients with an error of `tolerance` or more, as a share of the parameter's largest.
 
     Where that largest value is less than 1e-4, as a share of 1e-4: some gradients are rounding
-    alone. The error is infinite where only one has the parameter, NaN where a gradient is.
+    alone. It is infinite where one side lacks the parameter, and NaN where a gradient has NaN.
     """
     errors = dict.fromkeys(gradients.keys() ^ expected.keys(), float("inf"))
     for name in gradients.keys() & expected.keys():

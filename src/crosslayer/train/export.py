@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
 from ..files import UNFINISHED_SUFFIX, check_no_file, expand_place, replace_folder
-from ..run_folders import TRAINED_MODEL_FOLDER
+from ..run_folders import TRAINED_MODEL_FOLDER, is_model_folder
 from .parallel import run_on_rank_zero
 from .trainer import Trainer
 from .weight_averages import averaged_weights
@@ -86,10 +86,12 @@ def export_model(
 def _check_holds_no_others(folder: Path) -> None:
     """Raise a ValueError for a folder with files and no model, like a run's."""
     check_no_file(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not is_model_folder(folder) or not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"{folder}: has files and no config.json, so it is no saved model and is not replaced; "
-            f"name a new folder, like {folder / TRAINED_MODEL_FOLDER}"
+            f"{folder}: has files and is no saved model, so it is not replaced; name a new folder, "
+            f"like {folder / TRAINED_MODEL_FOLDER}"
         )
 
 

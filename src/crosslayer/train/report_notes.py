@@ -75,7 +75,7 @@ def table_notes(comparison: Comparison) -> list[str]:
 
 
 def _baseline_notes(comparison: Comparison) -> list[str]:
-    """What the arms are compared with, where that is nothing, or not one arm for all."""
+    """A note where the arms have no baseline, and one for each baseline after the first."""
     baselines = find_baseline_arms(comparison.recipe, comparison.arms)
     arms_of_baseline: dict[str, list[str]] = {}
     for name, baseline in baselines.items():
@@ -382,8 +382,8 @@ def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
     by_chance = ""
     if tested > 1:
         by_chance = (
-            f" Of {tested} arms without any effect, about {0.05 * tested:.1f} would be called "
-            "better or worse by chance."
+            f" By chance, about {0.05 * tested:.2g} of {tested} arms without any effect would be "
+            "called better or worse."
         )
     return [f"Against prenorm, by 95 % intervals over seeds, {rates}: {verdicts}.{by_chance}"]
 

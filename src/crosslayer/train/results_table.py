@@ -152,4 +152,5 @@ def find_baseline_arms(recipe: Recipe, arms: Sequence[Arm]) -> dict[str, Arm | N
         for number, arm in enumerate(plain)
         if arm in compared.values() or nearest(arm, plain[:number]) is None
     ]
-    return {arm.name: compared.get(arm.name) or nearest(arm, baselines) for arm in arms}
+    compared |= {arm.name: nearest(arm, baselines) for arm in plain}
+    return {arm.name: compared[arm.name] for arm in arms}

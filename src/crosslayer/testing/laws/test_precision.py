@@ -64,8 +64,8 @@ def test_mixing_weights_of_bf16_streams_are_float32(spec, parallel):
     for k, site in enumerate(sites):
         weights = site.mixing_weights(state)
         matrices = {"write": weights.write, "read": weights.read, "carry": weights.carry}
-        rounded = [name for name, matrix in matrices.items() if matrix.dtype != torch.float32]
-        assert not rounded, f"site {k}: {rounded} are {weights.write.dtype}"
+        rounded = {name: m.dtype for name, m in matrices.items() if m.dtype != torch.float32}
+        assert not rounded, f"site {k}: {rounded}"
         if not site.is_readout:
             inputs, state = site.read(state)
             state = site.write(state, sublayer_output(k, inputs))
