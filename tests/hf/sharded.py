@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.hf import reset_connections
 from crosslayer.hf.attach import is_connected
 from crosslayer.testing.tiny_model import perturb_weights
 from crosslayer.testing.two_ranks import gloo_rank
@@ -40,6 +41,7 @@ LOADS: tuple[tuple[str, str, torch.dtype, dict[str, int] | None], ...] = (
 
 
 def train(rank: int, folder: str) -> None:
+    """Write the errors of sharded gradients, and what `reset_connections` of such models misses."""
     warnings.simplefilter("ignore")
     with gloo_rank(rank, folder):
         mesh = init_device_mesh("cpu", (2,))
@@ -51,6 +53,8 @@ def train(rank: int, folder: str) -> None:
             for connections_apart in (False, True):
                 model = perturb_weights(crosslayer.connect(build("llama"), spec), 0.05)
                 expected = gradients(model, tokens)
+                after_reset = copy.deepcopy(model)
+                reset_connections(after_reset)
                 for layer in model.model.layers:
                     for connection in layer.connections if connections_apart else ():
                         if any(True for _ in connection.parameters()):
@@ -59,6 +63,11 @@ def train(rank: int, folder: str) -> None:
                 fully_shard(model, mesh=mesh, mp_policy=policy)
                 sharded = gradients(model, tokens[2 * rank : 2 * rank + 2])
                 errors[f"{spec}-{connections_apart}"] = relative_error(sharded, expected)
+                reset_connections(model)
+                for name, parameter in model.named_parameters():
+                    expected_value = after_reset.get_parameter(name)
+                    if not torch.equal(parameter.full_tensor(), expected_value):
+                        errors[f"{spec}-{connections_apart}, reset {name}"] = float("inf")
         if rank == 0:
             with open(f"{folder}/errors.json", "w") as file:
                 json.dump(errors, file)
