@@ -383,7 +383,8 @@ class Connection(Float32Parameters, Generic[StateT]):
         """The least that the backward pass of this site's `read` moves, as `memory_traffic` counts.
 
         A single stream moves as much as forward: the two gradients and the norm's input are read,
-        one gradient is written. n streams move 3n + 3 where the forward pass moves 2n + 2.
+        one gradient is written. n streams move 3n + 3 where the forward pass moves 2n + 2. For
+        other states of more than one stream this factor of 1.5 is an estimate.
         """
         forward = self.memory_traffic()
         is_single_stream = forward <= Connection.memory_traffic(self)
