@@ -63,7 +63,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-SLOW_BENCHMARKS = ("launches", "arms")
+SLOW_BENCHMARKS = ("launches", "arms", "compile_time")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_generation_cuts_the_prompt_between_layers(spec):
         assert torch.equal(logits[:, -1].argmax(-1), ids[:, length])
 
 
+@pytest.mark.slow
 def test_factors_are_saved_and_loaded(tmp_path):
     connected = perturb_weights(crosslayer.connect(make_gemma(), "mudd"))
     connected.save_pretrained(tmp_path)

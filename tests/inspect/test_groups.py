@@ -116,6 +116,7 @@ def test_the_spread_in_pictures(seeds):
     assert lines["deviations"]["mean"] == pytest.approx(rms.std(0).tolist(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_every_section_is_drawn_of_a_mean():
     models = [language_model("mgr", layers=3) for _ in range(2)]
     perturb_weights(models[1], 0.1)
@@ -398,7 +399,8 @@ def test_classes_of_a_classifier(images, tmp_path):
 HOSTS = [
     # a mixer and an attention in parallel; its scan is a loop over tokens
     pytest.param(LANGUAGE, "falcon_h1", id="falcon_h1", marks=pytest.mark.slow),
-    pytest.param(LANGUAGE, "gemma4_text", id="gemma4_text"),  # a stream with a factor, two MLPs
+    # a stream with a factor, two MLPs
+    pytest.param(LANGUAGE, "gemma4_text", id="gemma4_text", marks=pytest.mark.slow),
     pytest.param(VISION, "beit", id="beit"),  # scales that are parameters
     pytest.param(VISION, "vit", id="vit"),
     pytest.param(VISION, "dinov2", id="dinov2"),  # its backbone takes embeddings

@@ -217,6 +217,7 @@ def test_a_comparison_keeps_numbers_alone(tiny, tmp_path, monkeypatch):
     assert alive == [1, 1, 1] and len(models) == 3
 
 
+@pytest.mark.slow
 def test_runs_of_other_code_are_named(tiny, tmp_path, monkeypatch, capsys):
     """A method is changed while it is developed: old runs must not pass for those of today."""
     command = ["compare", *(f"--{name}={value}" for name, value in tiny.items()), "--seeds=1"]
@@ -516,6 +517,7 @@ def test_what_an_arm_may_change_later(text_file, tmp_path):
         prepare(lr=2e-3, accumulate=2)
 
 
+@pytest.mark.slow
 def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     out = tmp_path / "out"
     command = [*options(text_file), "--arms", "prenorm", "--out", str(out)]
@@ -815,6 +817,7 @@ def test_slow_embeddings_and_a_short_warmup_are_said(text_file, tmp_path, capsys
     assert ("whether a gain lasts with a longer warm-up than 1 step (" in printed) is slow
 
 
+@pytest.mark.slow
 def test_seeds_judged_at_different_steps(text_file, tmp_path):
     command = [*options(text_file), "--arms", "prenorm", "--out", str(tmp_path / "out")]
     assert main([*command, "--evals=2"]) == 0
@@ -837,6 +840,7 @@ def test_one_rank_reports(text_file, tmp_path, capsys, monkeypatch):
     assert main(command) == 0 and (tmp_path / "out" / "report.md").exists()
 
 
+@pytest.mark.slow
 def test_an_arm_without_memory_does_not_stop_the_others(text_file, tmp_path, capsys, monkeypatch):
     """Its model is freed, it is tried once, and the same command tries it again."""
     out, models, tried = tmp_path / "out", [], []

@@ -85,6 +85,7 @@ def test_an_encoder_is_refused(text_file, tmp_path, capsys):
     assert "sees the tokens that it would be scored by" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_of_connections_on_a_pretrained_model(model, text_file, tmp_path):
     out = tmp_path / "out"
     command = ["compare", "--data", str(text_file), "--pretrained", str(model), *STEPS]

@@ -98,6 +98,7 @@ def test_every_arm_has_the_papers_parameters(file):
             )
 
 
+@pytest.mark.slow
 def test_the_larger_models_have_the_published_parameters():
     """Pythia's counts (Biderman et al., 2023), and MUDD's, whose shares in Table 1 are η/6."""
     pythia = FOLDER / "mudd_table3_larger.yaml"

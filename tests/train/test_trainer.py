@@ -83,7 +83,11 @@ def steps(folder):
 
 @pytest.mark.parametrize(
     ("arm", "options"),
-    [("mudd", {}), ("mhc", {"optimizer": "muon"}), ("mudd", {"precision": "bf16-mixed"})],
+    [
+        ("mudd", {}),
+        pytest.param("mhc", {"optimizer": "muon"}, marks=pytest.mark.slow),
+        pytest.param("mudd", {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
