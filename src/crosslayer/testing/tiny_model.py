@@ -175,15 +175,19 @@ def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def wrong_gradients(
-    gradients: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-3
+    gradients: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float = 1e-3,
+    floor: float = 1e-4,
 ) -> dict[str, float]:
     """The gradients with an error of `tolerance` or more, as a share of the parameter's largest.
 
-    Where that largest value is less than 1e-4, as a share of 1e-4: some gradients are rounding
-    alone. It is infinite where one side lacks the parameter, and NaN where a gradient has NaN.
+    Where that largest value is less than `floor`, as a share of `floor`: some gradients are
+    rounding alone. The error is infinite where one side lacks the parameter, and NaN where a
+    gradient has NaN.
     """
     errors = dict.fromkeys(gradients.keys() ^ expected.keys(), float("inf"))
     for name in gradients.keys() & expected.keys():
-        largest = expected[name].abs().max().clamp_min(1e-4)
+        largest = expected[name].abs().max().clamp_min(floor)
         errors[name] = ((gradients[name] - expected[name]).abs().max() / largest).item()
     return {name: error for name, error in errors.items() if not error < tolerance}
