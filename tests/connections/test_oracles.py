@@ -16,6 +16,7 @@ from crosslayer.connections.attnres import Values
 from crosslayer.connections.mhc import Manifold
 from crosslayer.ops import depth_scores, write_norm_project
 from crosslayer.testing.tiny_model import perturb_weights
+from tests import test_laws as laws
 
 B, T, D, LAYERS = 2, 3, 10, 3
 
@@ -342,3 +343,18 @@ def test_attention_residual_blocks_of_inkling_2(per):
         (h,), state = site.read(state)
         state = site.write(state, sublayer(k, h))
     close(sites[-1].readout(state), out)
+
+
+@pytest.mark.parametrize(
+    ("spec", "function"),
+    [
+        ("mudd(normed='pre', ways='qk v')", "prenorm up to scales"),  # an input is rms(X_l)
+        ("mudd(normed='post', ways='qk v')", "prenorm up to scales"),  # an input is 2 X_l
+        ("mudd(normed='pre', ways='qk v r')", "other"),
+        ("mudd(normed='post', ways='qk v r')", "other"),
+        ("mgr(streams=9)", "prenorm up to scales"),  # no gates: an input is the mean of all outputs
+    ],
+)
+def test_options_decide_whether_it_starts_as_prenorm(spec, function):
+    assert laws.initial_function(spec) == function
+    laws.test_starts_as_prenorm_where_it_says_so(spec, False)

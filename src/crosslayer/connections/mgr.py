@@ -14,9 +14,10 @@ Listing 1. w1, w2 [D] are 0 at initialisation. The connection before sub-layer k
 w2_{k−1}; the readout has w2_S. Eq. 14 gives b from the number L = S − (n−1) of gated sub-layers:
 b = ln(√(L/21) (e³ + 1) − n).
 The gate of write k depends on the streams before this write. So the read of sub-layer k computes
-the gate, and the state holds it until the write is applied. Every stream is a convex combination of
-outputs: the method neither starts as pre-norm nor can represent it, so a pretrained model must be
-trained anew.
+the gate, and the state holds it until the write is applied. Every gated stream is a convex
+combination of outputs: the method neither starts as pre-norm nor can represent it, so a pretrained
+model must be trained anew. Without gates (n > S) each input is the mean of all outputs at first, so
+it starts as pre-norm but for scales, which norms remove up to their eps.
 State: n streams, and β of the pending write.
 Learned parameters: D per sub-layer, and D + n + 1 (or n) more where gated.
 Traffic: (2n + 2)D elements per token and site.
@@ -110,6 +111,8 @@ class MGR(FusedNormConnection[Gated]):
         # Whether the pending write is gated into the streams, rather than appended to them.
         self.gates_pending_write = site.index >= streams
         gates_own_write = streams - 1 <= site.index < site.depth
+        if streams > site.depth:  # no gates
+            self.initial_function = "prenorm up to scales"
         self.initial_bias: list[float] = []
         if gates_own_write:
             is_competitive = gate == "competitive"

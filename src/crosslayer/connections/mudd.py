@@ -114,7 +114,8 @@ class Mudd(FusedNormConnection[History]):
             ratio; plain MUDD can diverge there. True norms the mixture of r alone, as the authors'
             JAX trainer does; "every way" norms each mixture, each with another weight, as the text
             does. "pre" and "post" are the trainer's two switches alone: S_c = m_c of normed
-            sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm.
+            sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm,
+            unless r has no mixture.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
         expand_last: four times K after the last block, as in the paper's Appendix B, where it has
             four ways too, and in the released checkpoints. `round64` is applied after it.
@@ -192,7 +193,9 @@ class Mudd(FusedNormConnection[History]):
         self.eps = eps
         self.normed_form = form
         if form.norms_sources != form.adds_block:
-            self.initial_function = "other"
+            # Where r is X_l, a norm follows every mixture, which is X_l or P_l times a constant.
+            mixes_stream = mixture_of_way["r"] is not None
+            self.initial_function = "other" if mixes_stream else "prenorm up to scales"
         # The op that mixes makes every port's input, unless X_l is added after it.
         all_ports_mixed = all(mixture_of_way[s] is not None for s in self.port_ways)
         self.can_fuse_norms = not sources or (all_ports_mixed and not form.adds_block)
