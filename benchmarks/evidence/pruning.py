@@ -7,7 +7,7 @@ from benchmarks.evidence.studies import RESULTS, UNSCALED, Measure
 from crosslayer.files import read_json, write_json
 from crosslayer.inspect.report import JSON_FILE
 
-PRUNING_FILE = f"{UNSCALED}pruning.json"  # of models with unscaled embeddings
+PRUNING_FILE = f"{UNSCALED}pruning.json"  # of models with embeddings × 1
 
 
 @dataclass

@@ -11,7 +11,7 @@ from benchmarks.evidence.claims import (
     read_claims,
     sum_losses,
 )
-from benchmarks.evidence.holm import LEVEL, remaining_after_holm
+from benchmarks.evidence.holm import remaining_after_holm
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
@@ -166,9 +166,7 @@ def _arms_notes(study: Study) -> list[str]:
     tested, remaining = corrected_arms(study)
     if tested > 1:
         notes.append(
-            f"Arms with an interval: {tested}. Of as many without any effect, about "
-            f"{LEVEL * tested:.1f} would be called better or worse by chance. With Holm's "
-            f"correction for {tested} comparisons {remaining}."
+            f"With Holm's correction for the {tested} arms that have an interval {remaining}."
         )
     if not study.plan.paired:
         notes.append(

@@ -149,9 +149,9 @@ class Connection(Float32Parameters, Generic[StateT]):
     `init(x) -> state`, `read(state) -> (inputs, state)`, `write(state, y) -> state`,
     `readout(state) -> hidden`.
 
-    Writes are lazy: `write` records y, and the `read` of the next site applies it. A method
+    Writes are pending: `write` records y, and the `read` of the next site applies it. A method
     implements two functions: `initial_state`, and `mix_inputs`, which applies the pending write and
-    mixes the next inputs. `forward` stores nothing on the module, so activation checkpointing,
+    mixes the next inputs. `forward` stores nothing on the module, so gradient checkpointing,
     `deepcopy` and pipeline stages work. A state contains no parameter, because FSDP frees a
     parameter as soon as its block has run; a clone of it may be there.
 
@@ -372,8 +372,8 @@ class Connection(Float32Parameters, Generic[StateT]):
     def memory_traffic(self) -> float:
         """The least that this site's `read` moves in a forward pass, the pending write included.
 
-        In elements of D a token. The default is that of a single stream: the stream and y are read,
-        the stream and the normed inputs are written.
+        In multiples of D elements per token. The default is that of a single stream: the stream and
+        y are read, the stream and the normed inputs are written.
         """
         if self.site.index == 0:  # The embedding is in memory already, and no write is pending.
             return 1 + len(self.site.ports)

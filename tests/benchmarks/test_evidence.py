@@ -147,7 +147,7 @@ def test_tables_of_planted_results(planted):
     assert re.search(r"^Not run yet: .*\baltup\b", costs, re.M)
     assert table_row(main, "postnorm")[7] == "worse"
     assert f"{tokens_of_all / 3000 / 3600:.1f} hours of training on" in main
-    assert "Arms with an interval: 4." in main
+    assert "With Holm's correction for the 4 arms that have an interval" in main
     assert "crosslayer compare" in sections["Four times the tokens"]
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
     columns = table_row(size, "arm")

@@ -120,7 +120,7 @@ def _legend(cost: Any, gpu: Any, batches: str) -> str:
         f"{gpu.flops / 1e12:,.0f} bf16 TFLOP/s. At that peak the FLOPs of pre-norm take "
         f"{_format_rounded(flops_ms, ',.1f')} ms; the share beyond pre-norm is of that time. "
         "Activations: saved for the backward pass of a bfloat16 model, with the PyTorch "
-        f"operations; pre-norm saves {size}. Traffic: elements of D a token, "
+        f"operations; pre-norm saves {size}. Traffic: multiples of D elements per token, "
         "forward, summed over depth. Bound: the least time of that traffic and of the backward "
         "pass's, if every site is one kernel in each pass."
     )

@@ -2,7 +2,7 @@
 
 Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 
-    X = the embedding, repeated K times;  at layer l, on stream j = l mod K:
+    X = the embedding, repeated K times;  at layer l, counted from 0, on stream j = l mod K:
     predict  X̂_i = Σ_k P_{i,k} X_k           P [K, K]
     compute  o = L(X_j), the whole layer with its residuals
     correct  X_i ← X̂_i + g_i (o − X̂_j)       g [K]

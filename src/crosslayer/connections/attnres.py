@@ -12,7 +12,7 @@ has one source and so no parameters. w [D] is 0 and g [D] is 1 at initialisation
 average is the plain residual stream divided by the number of sources. The norms remove this factor
 up to their eps, which is visible where embeddings are tiny.
 State: the sources.
-Learned parameters: 2D per sub-layer and 2D for the readout.
+Learned parameters: 2D per sub-layer except the first, and 2D for the readout.
 Names: query is w, key_norm g.
 Traffic of sub-layer k: (k + 1)D elements per token for full attention, (3k + 1)D backward; 2D more
 forward where y joins the current block's sum.

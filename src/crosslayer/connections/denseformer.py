@@ -51,7 +51,7 @@ class DenseFormer(FusedNormConnection[History]):
         period: p, averages after every p-th block. A model of fewer than p blocks has no average.
             "last" averages once, after the last block ("Connect to Last", Table 4).
         last_k: averages over only the last `last_k` blocks and the embedding ("Last K", Table 4);
-            None for all blocks, the paper's method. With a dilation, over what it leaves of these.
+            None for all blocks, the paper's method. With a dilation k, every k-th of these.
     """
 
     part_label = "X_{}"

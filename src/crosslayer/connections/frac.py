@@ -3,8 +3,8 @@
 Paper: Frac-Connections (Zhu et al., 2025), arXiv 2503.14125, Algorithms 2 and 3.
 
     H = reshape(h, (m, D/m))
-    alpha = tanh(LayerNorm(H) W_a) s_a + static_alpha     [B T m 2m]     static_alpha = [I | I]
-    beta  = tanh(LayerNorm(H) w_b) s_b + static_beta      [B T m]        static_beta = 1
+    alpha = s_a · tanh(LayerNorm(H) W_a) + static_alpha   [B T m 2m]     static_alpha = [I | I]
+    beta  = s_b · tanh(LayerNorm(H) w_b) + static_beta    [B T m]        static_beta = 1
             W_a [D/m, 2m], w_b [D/m]
     mixed = alphaᵀ H;   input = concat(mixed_{1..m})
     H ← beta · reshape(F(Norm(input))) + mixed_{m+1..2m}

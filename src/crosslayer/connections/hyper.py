@@ -10,6 +10,7 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 a
     H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n}
     readout: the sum of the streams, then the final norm
 
+Eq. 14 prints e_{k mod n}, without saying where k starts. Here the first sub-layer reads stream 0.
 N is a norm of each stream, LayerNorm by default; |N| is the number of its parameters. Row s of the
 dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
 initialisation: the streams are equal copies of the plain residual, and the readout is n times it,

@@ -3,21 +3,21 @@
 Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-5, 14, 16, Listing 1.
 
     streams start as [y_0], and input_1 = y_0
-    k = 1 .. n−1:  append y_k as a stream          k = n .. S:  s_i ← s_i + β_i (y_k − s_i)
+    k = 1 .. n−1:  append y_k as a stream          k = n .. K:  s_i ← s_i + β_i (y_k − s_i)
     competitive:   β = softmax([0, q] + b_k)[1:],  q_i = (RMS(s_i)·w1_k)/√D
                    b_k [n+1] starts as [b, 0, …, 0], the bias of the forget gate first
     independent:   β = σ(q + b_k),                 b_k [n] starts as −b
-    input_{k+1} = Σ_i softmax_i((RMS(s_i)·w2_k)/√D) s_i,   and the readout is input_{S+1}
+    input_{k+1} = Σ_i softmax_i((RMS(s_i)·w2_k)/√D) s_i,   and the readout is input_{K+1}
 
-y_0 is the embedding, y_k the output of sub-layer k of S, and RMS(s) = s/√(mean(s²) + 1e-6), as in
+y_0 is the embedding, y_k the output of sub-layer k of K, and RMS(s) = s/√(mean(s²) + 1e-6), as in
 Listing 1. w1, w2 [D] are 0 at initialisation. The connection before sub-layer k has w1_k, b_k and
-w2_{k−1}; the readout has w2_S. Eq. 14 gives b from the number L = S − (n−1) of gated sub-layers:
+w2_{k−1}; the readout has w2_K. Eq. 14 gives b from the number L = K − (n−1) of gated sub-layers:
 b = ln(√(L/21) (e³ + 1) − n).
 The gate of write k depends on the streams before this write. So the read of sub-layer k computes
-the gate, and the state holds it until the write is applied. Every gated stream is a convex
-combination of outputs: the method neither starts as pre-norm nor can represent it, so a pretrained
-model must be trained anew. Without gates (n > S) each input is the mean of all outputs at first, so
-it starts as pre-norm but for scales, which norms remove up to their eps.
+the gate, and the state holds it until the write is applied. A gated stream is a convex combination
+of outputs, so a model with gates (n ≤ K) neither starts as pre-norm nor can represent it: a
+pretrained model must be trained anew. Without gates each input starts as the mean of the outputs
+before it, which is pre-norm up to a factor that the norms remove up to their eps.
 State: n streams, and β of the pending write.
 Learned parameters: D per sub-layer, and D + n + 1 (or n) more where gated.
 Traffic: (2n + 2)D elements per token and site.

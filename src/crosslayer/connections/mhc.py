@@ -14,7 +14,7 @@ Public implementations differ in the orientation of z_res, the order of Sinkhorn
 the readout and the eps. A model run with the wrong ones still gives fluent text, so each is an
 option. At initialisation fn = 0, scale 0.01, post 1; base is 0 on the diagonal of z_res and −8 off
 it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k, counted from 1, and −1 at the
-others. That is pre-norm but for constant factors of the inputs and of the readout, which norms
+others. That is pre-norm up to constant factors of the inputs and of the readout, which norms
 remove up to their eps. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
 Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, 2n(nD + 1) + 2 with `residual="identity"`,

@@ -12,7 +12,7 @@ Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
     readout: the sum of the streams
 
 At initialisation W = 0, b_res is 0 for the identity and −8 for the others, and pre is as in mHC. R
-keeps equal streams equal, so it starts as pre-norm but for constant factors of the inputs and of
+keeps equal streams equal, so it starts as pre-norm up to constant factors of the inputs and of
 the readout, which norms remove up to their eps.
 State: n streams, and post of the pending write.
 Learned parameters per sub-layer: nD(2n + n! + 1) + 2n + n! + 3.

@@ -4,7 +4,7 @@ and the residual.
 Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
 
     X_0 the embedding, X_l the output of block l
-    the depth aggregation after block l, with C ways (q, k, v, r) and K = C(l+1):
+    the mixtures after block l, with C ways (q, k, v, r) and K = C(l+1):
     A   = GELU(RMSNorm(X_l) W1) W2 + a   [B T C l+1]                             (Eq. 6)
           W1 [D, K], W2 [K, C(l+1)], a [C, l+1]
     S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j        c = q, k, v, r; the paper's X̄_l^c      (Eq. 5, 8)
@@ -75,7 +75,7 @@ WAY_OF_PORT = {
 
 
 class NormedForm(NamedTuple):
-    """What PrePostDANorm does at a depth aggregation."""
+    """What PrePostDANorm does to the mixtures of a site."""
 
     norms_sources: bool  # X_j are normed by n_j
     adds_block: bool  # X_l is added to every mixture
@@ -95,7 +95,7 @@ class Mudd(FusedNormConnection[History]):
     """MUDD: multiway dynamic dense connections, for each of q, k, v and the residual stream r.
 
     Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10. The letters are
-    the equations of `help("crosslayer.connections.mudd")`. The paper's MUDDFormer has
+    those of the equations in `help("crosslayer.connections.mudd")`. The paper's MUDDFormer has
     MLPs that grow with depth too (Eq. 9): `connect(model, "mudd", reallocate=True)`.
 
     Args:
@@ -106,10 +106,10 @@ class Mudd(FusedNormConnection[History]):
         dynamic: the weights A depend on the token; False for the static part `a` alone. Static
             weights with one way are DenseFormer's averages (section 2.1), without its weight decay.
         dilation: only every `dilation`-th block is mixed, as in DenseFormer.
-        period: only every `period`-th block is followed by an aggregation, or "last" for the last
+        period: only every `period`-th block is followed by mixtures, or "last" for the last
             block alone, as in DenseFormer. A model of fewer blocks than `period` has none.
         window: only the last `window` blocks and the embedding are mixed (SW-n, section 3.6); None
-            for all blocks. With a dilation, what it leaves of these.
+            for all blocks. With a dilation k, every k-th of these.
         normed: PrePostDANorm (Eq. 10), which the paper uses for models of a large depth/width
             ratio; plain MUDD can diverge there. True norms the mixture of r alone, as the authors'
             JAX trainer does; "every way" norms each mixture, each with another weight, as the text
@@ -117,8 +117,9 @@ class Mudd(FusedNormConnection[History]):
             sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm,
             unless r has no mixture.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
-        expand_last: four times K after the last block, as in the paper's Appendix B, where it has
-            four ways too, and in the released checkpoints. `round64` is applied after it.
+        expand_last: makes K four times as large after the last block, where only r is read. There
+            the paper's Appendix B and the released checkpoints have four ways too. `round64` is
+            applied after it.
         gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
             approximation as in the authors' JAX trainer.
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.

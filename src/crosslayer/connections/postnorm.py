@@ -2,13 +2,14 @@
 
 Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762, section 3.1.
 
-    x ← Norm(x + y)        for every write y, the embedding's y_0 included, as in BERT
+    x ← Norm(x + y)        for every output y of a sub-layer; the embedding y_0 is normed too, as
+                           in BERT
 
-The norm that a pre-norm host has before sub-layer k is used after write k − 1, and its final norm
-after the last write. Each norm of the host is therefore applied exactly once. In a parallel block
-the stream is the input of the attention, and the MLP applies its own norm to the same sum. Not
-equivalent to pre-norm at initialisation: a pretrained pre-norm model that is connected with it must
-be trained anew.
+In a model that `connect` changes, the norm before sub-layer k moves behind the addition of
+y_{k−1}, and the final norm behind the last addition. So each norm is applied exactly once. In a
+parallel block the stream is the input of the attention, and the MLP applies its own norm to the
+same sum. Not equivalent to pre-norm at initialisation: a pretrained pre-norm model that is
+connected with it must be trained anew.
 State: one stream.
 Learned parameters: none.
 Traffic: 3D elements per token and site.

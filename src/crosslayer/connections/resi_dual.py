@@ -2,12 +2,12 @@
 
 Paper: ResiDual (Xie et al., 2023), arXiv 2304.14802, equations 3-5.
 
-    x ← Norm(x + y),   d ← d + y        for every write y, the embedding's y_0 included
+    x ← Norm(x + y),   d ← d + y        for every output y of a sub-layer, and the embedding y_0
     sub-layers read x;   readout: x + Norm(d)
 
-As in `postnorm`, the norm that a pre-norm host has before sub-layer k is used after write k − 1,
-and its final norm after the last write. The norm of d is the method's own; it starts as a copy of
-the final norm where a host is connected. Not equivalent to pre-norm at initialisation.
+As in `postnorm`, `connect` moves the norm before sub-layer k behind the addition of y_{k−1}, and
+the final norm behind the last addition. The norm of d is the method's own; `connect` starts it as a
+copy of the final norm. Not equivalent to pre-norm at initialisation.
 State: two streams.
 Learned parameters: one more norm.
 Traffic: 5D elements per token and site.

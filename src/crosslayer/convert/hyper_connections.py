@@ -107,7 +107,7 @@ def load_connections(
 def save_connections(
     parameters: ConnectionParameters, prefixes: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The inverse of `load_connections`, bitwise but for γ (see above).
+    """The inverse of `load_connections`, bitwise except for γ (see above).
 
     Raises:
         ValueError: the spec is not `hyper(stats='rmsnorm', eps=1e-24)` or not dynamic, or the

@@ -15,7 +15,7 @@ mHC's alpha has a row for each source: its pre, then its row of R. Here "mhc" ha
 fn = ((1 + γ) W)ᵀ, in float64: with γ, which is kept as unused, saving is exact. Once a float32
 module has rounded fn, W is exact to 1.2e-7 of its value. Parameters without a γ are saved with
 γ = 0. Sinkhorn's last normalisation is over destinations, without eps, and the streams are summed.
-The norm divides by max(‖x‖, 1e-12), which `norm_eps=1e-24` equals but for inputs as small. Not
+The norm divides by max(‖x‖, 1e-12), which `norm_eps=1e-24` equals except for inputs as small. Not
 readable, and refused: `num_fracs` and `num_input_views` above 1,
 `add_branch_out_to_residual=False`.
 """
@@ -146,7 +146,7 @@ def load_connections(
 def save_connections(
     parameters: ConnectionParameters, prefixes: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The inverse of `load_connections`, bitwise but for W after a float32 module (see above).
+    """The inverse of `load_connections`, bitwise except for W after a float32 module (see above).
 
     Raises:
         ValueError: the repository has no such connection, or the number of prefixes is not that of

@@ -55,7 +55,8 @@ class ModelCost(NamedTuple):
         forward_flops: FLOPs of the forward pass.
         activation_bytes: bytes that the forward pass saves for the backward pass, without
             parameters.
-        site_traffic: least memory traffic of each site's forward pass, in elements of D a token.
+        site_traffic: least memory traffic of each site's forward pass, in multiples of D
+            elements per token.
         bytes_moved: least memory traffic of all sites, forward and backward, in bytes.
     """
 

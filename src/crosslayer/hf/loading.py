@@ -51,7 +51,7 @@ _FIXED_OPTIONS = {
 
 
 def _hub_files(variant: str | None = None) -> list[str]:
-    """Patterns of a model's files on the Hub, but for its tokenizer."""
+    """Patterns of a model's files on the Hub, except its tokenizer's."""
     suffix = f".{variant}" if variant else ""
     names = [f"{name}{suffix}" for name in ("model", "diffusion_pytorch_model")]
     ends = (".safetensors", "-*.safetensors")  # of one file, and of shards

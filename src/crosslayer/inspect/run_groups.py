@@ -64,7 +64,7 @@ class RunGroup:
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     """Runs with the same name, connection, settings and data as one group, in the given order.
 
-    Settings that do not decide what is learned may differ, but for those that decide the speed. A
+    Settings that do not decide what is learned may differ, except those that decide the speed. A
     run that has not finished, or has diverged, is a group by itself. Of runs with the same seed the
     first one counts: another is no further sample.
     """

@@ -286,7 +286,7 @@ def prepare_model(model: Any, engine: EngineSettings) -> Any:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Recompute whole layers in the backward pass (activation checkpointing)."""
+    """Recompute whole layers in the backward pass (gradient checkpointing)."""
     # transformers' current name and the one before
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):

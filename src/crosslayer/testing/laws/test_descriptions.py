@@ -41,7 +41,7 @@ def test_mixing_weights_are_those_of_the_read(spec, parallel):
 def test_memory_traffic_is_what_read_moves(spec, parallel):
     """At least the streams that `read` depends on and the inputs, at most these and all it returns.
 
-    In elements of D a token; one memory is counted once.
+    In multiples of D elements per token; one memory is counted once.
     """
     dim = 24  # more than any number of coefficients
     make = crosslayer.make(spec)
