@@ -15,7 +15,7 @@ from crosslayer.connection import Connection, find_connections, plan_layers
 from crosslayer.connections._dense import DepthAverages
 from crosslayer.recompute import enable_recompute
 from crosslayer.spec import split_specs
-from crosslayer.testing.tiny_model import perturb_weights
+from crosslayer.testing.tiny_model import perturb_weights, tiny_gpt, token_ids
 from tests.hf.backbones import llama
 
 
@@ -165,6 +165,8 @@ def test_bad_keywords():
         ("mudd(period=1.5)", "period must be a whole number or one of 'last', got 1.5"),
         ("hyper(dynamic=False, tanh=False)", "tanh=False and dynamic=False exclude each other"),
         ("hyper(dynamic=False, stats='rmsnorm')", "stats='rmsnorm' and dynamic=False exclude"),
+        ("hyper(dynamic=False, eps=1e-3)", "eps would change nothing"),
+        ("mudd(dynamic=False, eps=1e-3)", "eps would change nothing"),
         ("frac(dynamic=False, tanh=False)", "tanh would change nothing"),
         ("hyper(streams=1, matrix=[[5, 1], [1, 1]])", "first number of matrix must be 0, .* got 5"),
         ("mudd(dynamic=False, gelu='tanh')", "gelu='tanh' and dynamic=False exclude each other"),
@@ -478,3 +480,11 @@ def test_a_class_outside_the_package_has_no_name():
 
     assert Mine.name == ""
     assert "Mine, site 1 of 2" in repr(Mine(crosslayer.plan(1)[1], 8, lambda port: nn.Identity()))
+
+
+@pytest.mark.parametrize("spec", ["hyper", "mudd", "mgr"])
+def test_stream_dtype_does_nothing_in_a_float64_model(spec):
+    model = tiny_gpt(spec).double()
+    with_option = tiny_gpt(f"{spec}(stream_dtype='float32')").double()
+    with_option.load_state_dict(model.state_dict())
+    assert torch.equal(with_option(token_ids()), model(token_ids()))

@@ -96,8 +96,8 @@ def connection_page(name: str) -> str:
         f"{pictures(name)}"
         f"## Evidence\n\n{evidence(name)}\n\n"
         "## Options\n\n"
-        "Every connection also accepts `stream_dtype`, the dtype of its streams: `'float32'`, "
-        "`'bfloat16'` or `'float16'`.\n\n"
+        "Every connection also accepts `stream_dtype`, the dtype of its streams: `'float32'` "
+        "or `'bfloat16'`.\n\n"
         f"::: {method.__module__}.{method.__name__}\n"
         "    options:\n      members: false\n      show_bases: false\n"
     )

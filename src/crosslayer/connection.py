@@ -186,8 +186,9 @@ class Connection(Float32Parameters, Generic[StateT]):
             is one part in `mixing_weights`.
         output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
             applies it. 1 in every method but `hyper`.
-        stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
-            every connection: "mudd(stream_dtype='float32')".
+        stream_dtype: dtype of the streams; None for that of the embedding, which is used in a
+            float64 model too. It is an option of every connection:
+            "mudd(stream_dtype='float32')".
     """
 
     name: ClassVar[str] = ""
@@ -415,8 +416,10 @@ class Connection(Float32Parameters, Generic[StateT]):
         return tuple(normed)
 
     def to_stream_dtype(self, x: Tensor) -> Tensor:
-        """`x` in the option `stream_dtype`, or unchanged without that option."""
-        return x if self.stream_dtype is None else x.to(self.stream_dtype)
+        """`x` in the option `stream_dtype`; unchanged without that option, or in float64."""
+        if self.stream_dtype is None or x.dtype == torch.float64:
+            return x
+        return x.to(self.stream_dtype)
 
     def extra_repr(self) -> str:
         """Name and options, place, and the shapes of the connection's own parameters."""

@@ -65,6 +65,8 @@ def markdown_table(
     """A table. texts: the columns that are aligned as text; by default the first."""
     texts = columns[:1] if texts is None else texts
     alignments = ["---" if column in texts else "---:" for column in columns]
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, alignments)]
-    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
-    return "\n".join(lines)
+    cells = [[row[column] for column in columns] for row in rows]
+    # | is markup, inside of backticks too
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (columns, *cells)]
+    lines.insert(1, " | ".join(alignments))
+    return "\n".join(f"| {line} |" for line in lines)

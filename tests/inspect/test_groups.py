@@ -549,6 +549,26 @@ def test_two_seeds_of_two_steps_from_folders(tmp_path, capsys):
     assert "no mean over seeds" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_two_sizes_of_one_connection_are_named_apart(tmp_path, monkeypatch):
+    folders = []
+    for size, layers in {"small": 2, "large": 3}.items():
+        for seed in range(2):
+            folders.append(tmp_path / f"{size}-{seed}")
+            language_model("skip_gain", layers, vocab=256).save_pretrained(folders[-1])
+            (folders[-1] / "tokenizer.json").write_text(byte_tokenizer_json())
+    (tmp_path / "text.txt").write_text("A stream of text.\n" * 9)
+    monkeypatch.chdir(tmp_path)  # whose name is no model's
+    arguments = ["--data", "text.txt", "--sequences", "2", "--context", "24", "--average", "true"]
+    arguments += ["--sections", "mixing", "--out", "out"]
+    assert main(["inspect", *map(str, folders), *arguments]) == 0
+    models = json.loads((tmp_path / "out" / "inspection.json").read_text())["models"]
+    assert [model["name"] for model in models] == [
+        "skip_gain (small-0, …), mean of 2",
+        "skip_gain (large-0, …), mean of 2",
+    ]
+
+
 def test_gates_of_seeds_are_averaged_over_the_same_bins():
     """Seed 1 has gates from 0 to 2, seed 2 from 1 to 4, evenly spread."""
     gates = []

@@ -684,7 +684,13 @@ def test_the_setup_names_the_rate_of_each_optimizer_and_the_tokens_of_the_entrop
     comparison = prepare_comparison(recipe(shared, "prenorm"), 1, tmp_path / "out")
     setup, data, *_ = report_notes(comparison)
     assert "Muon at 0.02 and AdamW at 0.006, precision" in setup
-    assert "the frequencies of single tokens give" in data
+    assert "the frequencies of single tokens of the first validation set give" in data
+    entropy = comparison.results.entropy
+    for bits, is_said in ((entropy - 0.1, False), (entropy + 0.1, True)):
+        run = replace(run_with_loss(comparison.arms[0], 0, 1.0), metrics={"bits/byte": bits})
+        comparison.results.runs = [run]
+        _, data, *_ = report_notes(comparison)
+        assert ("less than every run: train longer before you compare" in data) == is_said
 
 
 def test_the_report_names_other_rates_of_connections_and_embeddings(text_file, tmp_path):

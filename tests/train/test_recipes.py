@@ -166,6 +166,22 @@ def test_lengths_along_depth_are_shortened():
     assert sparse["Connect to Last"] == "denseformer(period='last')"
 
 
+def test_tiny_models_of_odd_recipes_are_built(tmp_path):
+    """A window stays longer than the dilation, and two heads divide the width as three do not."""
+    (tmp_path / "recipe.yaml").write_text(
+        "layers: 24\ndim: 192\nheads: 3\narms:\n"
+        "  - connection: denseformer(dilation=4, last_k=8)\n"
+        "  - connection: mudd(dilation=4, window=12)\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml", "tiny")
+    assert [arm.connection for arm in recipe.arms] == [
+        "denseformer(dilation=3, last_k=4)",
+        "mudd(dilation=3, window=4)",
+    ]
+    for arm in recipe.arms:
+        build_model(recipe.settings(arm), arm.connection, 256, 0)
+
+
 def steps(recipe: Recipe, arm: Arm, count: int) -> None:
     model = build_model(recipe.settings(arm), arm.connection, 256, 0).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

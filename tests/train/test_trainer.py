@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.fabric.loggers import Logger
 
 from crosslayer.cli.compare import compare_and_report
@@ -291,12 +292,17 @@ def test_a_checksum_is_that_of_a_whole_file(tmp_path):
 def test_out_of_memory_is_no_damage(text, left, monkeypatch):
     """torch wraps what the reading of a checkpoint raises."""
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(CheckpointReader, "read_data", fail)
+    settings = {"data": text, "save_every": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointReader, "read_data", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            run(settings, "prenorm", left)
+    monkeypatch.setattr(dcp, "save", fail)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        run({"data": text, "save_every": 3}, "prenorm", left)
+        run(settings, "prenorm", left)
     assert steps(left) == [3, 6]
 
 

@@ -234,6 +234,7 @@ def _inspect_models(
             configurations.append(describe_configuration(subject.model))
             show_step = partial(bar.show_step, name)
             inspection = inspect_model(name, subject, analyses, show_step)
+            run = "" if step is None else run
             inspections.append(replace(inspection, run=run, step=step))
     if options.average:
         inspections = average_groups(inspections, configurations)

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, assign_value, float32_parameter
+from ..connection import InitialFunction, NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, apply_norm
@@ -80,7 +80,7 @@ class MGR(FusedNormConnection[Gated]):
 
     parts_are_streams = True
     gate_field = "beta"
-    initial_function = "other"
+    initial_function: InitialFunction = "other"
     test_variants = (
         "mgr(gate='independent')",
         "mgr(streams=2, gate='independent', eq14='literal')",

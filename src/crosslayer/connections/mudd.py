@@ -29,7 +29,7 @@ and n_post's D, or C·D with "every way".
 Traffic: (l + 7)D elements per token after block l; (3l + 7)D backward.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +160,9 @@ class Mudd(FusedNormConnection[History]):
             check_positive(window=window)
         check_non_negative(eps=eps)
         if not dynamic:
-            idle = {"round64": round64, "expand_last": expand_last, "gelu": gelu}
+            idle: dict[str, Any] = {"round64": round64, "expand_last": expand_last, "gelu": gelu}
+            if not normed:
+                idle["eps"] = eps
             check_idle_options(Mudd, "dynamic=False", **idle)
         form = NORMED_FORMS[normed]
         if form.norms_sources and (dilation, period) != (1, 1):

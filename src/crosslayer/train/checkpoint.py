@@ -103,6 +103,9 @@ class Checkpoints:
         except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
             if self.fabric.is_global_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
+            cause = _cause_of(failure)
+            if isinstance(cause, Exception) and is_out_of_memory(cause):
+                raise cause from None
             newest = self.newest()
             remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
             raise OSError(

@@ -243,7 +243,7 @@ def _tiny_options(stated: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
         task: for the options without which it would not run on any machine.
     """
     width_ratio = _TINY_DIM / stated["dim"]
-    heads = max(1, min(stated["heads"], 4))
+    heads = next(count for count in (4, 2, 1) if count <= stated["heads"])  # divide the width
     heads_ratio = heads / stated["heads"]
     model_config = {
         key: _scale_config_value(key, value, width_ratio, heads_ratio)
@@ -295,4 +295,9 @@ def _shorten_connection(connection: str, layers: int, tiny_layers: int) -> str:
             spec.options[name] = max(1, round(length * tiny_layers / layers))
         elif name in ("dilation", "period", "window", "last_k") and isinstance(length, int):
             spec.options[name] = min(length, max(1, tiny_layers // 2))
+    dilation = spec.options.get("dilation", 1)
+    for name in ("window", "last_k"):
+        length = spec.options.get(name)
+        if dilation > 1 and isinstance(length, int):
+            spec.options[name] = max(length, dilation + 1)  # else one block is left to average
     return str(spec)

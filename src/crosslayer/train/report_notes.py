@@ -128,9 +128,12 @@ def _data_note(comparison: Comparison) -> str:
     entropy = ""
     if results.entropy:
         entropy = (
-            f"; the frequencies of single {_sequence_unit(comparison)} give "
-            f"{results.entropy:.3f} bits per byte"
+            f"; the frequencies of single {_sequence_unit(comparison)} of the first validation set "
+            f"give {results.entropy:.3f} bits per byte"
         )
+        bits = [run.metrics["bits/byte"] for run in results.runs if "bits/byte" in run.metrics]
+        if bits and min(bits) > results.entropy:
+            entropy += ", less than every run: train longer before you compare"
     owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
     return (
         f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
