@@ -16,13 +16,8 @@ from crosslayer.connection import find_connections
 from crosslayer.connections.prenorm import PreNorm, Stream
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.ops import dispatch
-from crosslayer.recompute import (
-    TracedState,
-    _SaveTensors,
-    enable_recompute,
-    recompute_inputs,
-    saved_layers_log2,
-)
+from crosslayer.recompute import enable_recompute, recompute_inputs, saved_layers_log2
+from crosslayer.recomputed_reads import TracedState, _SaveTensors
 from crosslayer.testing.tiny_model import (
     equal_tensors,
     loss_and_gradients,

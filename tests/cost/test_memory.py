@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import crosslayer
-from crosslayer import recompute
+from crosslayer import recompute, recomputed_reads
 from crosslayer.connection import find_connections
 from crosslayer.cost import (
     PeakMemory,
@@ -118,7 +118,7 @@ def test_planted_bug_a_stored_state_is_counted(monkeypatch):
     """A state that each site keeps in its closure, where no hook looks, shows in the memory."""
     correct = peak_memory("hyper", "streams")
 
-    class KeepsItsState(recompute._ReplayFromSaved):
+    class KeepsItsState(recomputed_reads.ReplayFromSaved):
         def __init__(self, *read):
             super().__init__(*read)
             self.leaked = read[-1].state
