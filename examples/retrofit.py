@@ -21,6 +21,7 @@ import sys
 from argparse import ArgumentError
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json, write_json, write_text_atomic
 from crosslayer.intervals import mean_and_std, mean_interval
 from crosslayer.number_texts import NOT_KNOWN, format_interval, format_mean_std, markdown_table
-from crosslayer.plotting import BLACK, HUES, line_look
+from crosslayer.plotting import BLACK, HUES, line_look, render_figure
 from crosslayer.run_folders import DATA_DIGEST
 from crosslayer.train.callbacks import ConnectAtStep
 from crosslayer.train.comparison_results import describe_environment
@@ -268,46 +269,46 @@ def loss_differences(
 
 def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
     """Left: final loss against the switch, a line a connection. Right: curves of one connection."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    panels = [("", partial(draw_differences, runs=runs)), ("", partial(draw_curves, runs=runs))]
+    file.write_bytes(render_figure(panels, width=4.8, height=3.6)["svg"])
 
-    steps = runs[0].settings["steps"]
+
+def draw_differences(axes: Any, runs: list[RetrofitRun]) -> None:
+    """The final loss of each connection minus pre-norm's, by the share of steps before it."""
+    groups = group_runs(runs)
+    connections = sorted({run.connection for run in runs} - {"prenorm"})
+    axes.axhline(0, color=BLACK, label="prenorm (never)", linewidth=1.2)
+    for number, connection in enumerate(connections):
+        shares, means = [], []
+        for key in sorted(groups):
+            differences = loss_differences(groups[key], groups["prenorm", 0])
+            if key[0] == connection and differences:
+                shares.append(key[1] / runs[0].settings["steps"])
+                means.append(mean_and_std(differences).mean)
+        axes.plot(shares, means, label=connection, markersize=4, **line_look(number))
+    axes.set_xlabel("connected after this share of the steps")
+    axes.set_ylabel("final loss minus prenorm's, nats per " + unit_of_loss(runs[0].settings))
+    axes.legend(fontsize=8)
+
+
+def draw_curves(axes: Any, runs: list[RetrofitRun]) -> None:
+    """The validation losses of one seed of pre-norm, and of a connection after each switch."""
     groups = group_runs(runs)
     baseline = groups["prenorm", 0]
     connections = sorted({run.connection for run in runs} - {"prenorm"})
-    with matplotlib.rc_context({"svg.hashsalt": "crosslayer"}):
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-
-        left.axhline(0, color=BLACK, label="prenorm (never)", linewidth=1.2)
-        for number, connection in enumerate(connections):
-            shares, means = [], []
-            for key in sorted(groups):
-                differences = loss_differences(groups[key], baseline)
-                if key[0] == connection and differences:
-                    shares.append(key[1] / steps)
-                    means.append(mean_and_std(differences).mean)
-            left.plot(shares, means, label=connection, markersize=4, **line_look(number))
-        left.set_xlabel("connected after this share of the steps")
-        left.set_ylabel("final loss minus prenorm's, nats per " + unit_of_loss(runs[0].settings))
-
-        shown = "mudd" if "mudd" in connections else connections[0]
-        seed = min(baseline)
-        curves = {"prenorm": baseline[seed].curve}
-        for connection, switch in sorted(groups):
-            if connection == shown and seed in groups[connection, switch]:
-                curves[f"{shown} from step {switch}"] = groups[connection, switch][seed].curve
-        for colour, (label, curve) in zip(cycle((BLACK, *HUES)), curves.items(), strict=False):
-            right.plot(*zip(*curve, strict=True), color=colour, label=label, linewidth=1.4)
-        # the first quarter's steep fall would hide the rest
-        right.set_ylim(top=baseline[seed].curve[len(baseline[seed].curve) // 4][1] * 1.05)
-        right.set_xlabel("step")
-        right.set_ylabel("validation loss")
-
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8)
-        figure.savefig(file, format="svg", metadata={"Date": None})
+    shown = "mudd" if "mudd" in connections else connections[0]
+    seed = min(baseline)
+    curves = {"prenorm": baseline[seed].curve}
+    for connection, switch in sorted(groups):
+        if connection == shown and seed in groups[connection, switch]:
+            curves[f"{shown} from step {switch}"] = groups[connection, switch][seed].curve
+    for colour, (label, curve) in zip(cycle((BLACK, *HUES)), curves.items(), strict=False):
+        axes.plot(*zip(*curve, strict=True), color=colour, label=label, linewidth=1.4)
+    # the first quarter's steep fall would hide the rest
+    axes.set_ylim(top=baseline[seed].curve[len(baseline[seed].curve) // 4][1] * 1.05)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss")
+    axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def upcast(x: Tensor) -> Tensor:
+def upcast_to_float32(x: Tensor) -> Tensor:
     """x in the precision of coefficients: float32, or float64 where x is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -22,12 +22,14 @@ def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     Computed in float32, or in float64 where x is float64.
     """
-    return F.rms_norm(upcast(x), x.shape[-1:], eps=eps)
+    return F.rms_norm(upcast_to_float32(x), x.shape[-1:], eps=eps)
 
 
 def rstd(x: Tensor, eps: float) -> Tensor:
     """rsqrt(mean(x²) + eps), the factor of RMS(x). [..., D] -> [...]. Reads x once."""
-    return torch.rsqrt(torch.linalg.vector_norm(upcast(x), dim=-1).square() / x.shape[-1] + eps)
+    return torch.rsqrt(
+        torch.linalg.vector_norm(upcast_to_float32(x), dim=-1).square() / x.shape[-1] + eps
+    )
 
 
 class NormSpec(NamedTuple):
@@ -44,7 +46,7 @@ def apply_norm(x: Tensor, norm: NormSpec | None) -> Tensor:
     if norm is None:
         return x
     input_dtype = x.dtype
-    x = upcast(x)
+    x = upcast_to_float32(x)
     weight = norm.weight.to(x.dtype)
     bias = None if norm.bias is None else norm.bias.to(x.dtype)
     if norm.centred:

@@ -17,6 +17,7 @@ from crosslayer.connections.mhc import Manifold
 from crosslayer.ops import depth_scores, write_norm_project
 from crosslayer.testing.tiny_model import perturb_weights
 from tests import test_laws as laws
+from tests.support.chain import sublayer
 
 B, T, D, LAYERS = 2, 3, 10, 3
 
@@ -78,10 +79,6 @@ def hollow(layer_class: type, **parts: object) -> nn.Module:
     for name, part in parts.items():
         setattr(layer, name, part)
     return layer
-
-
-def sublayer(k: int, x: Tensor) -> Tensor:
-    return torch.tanh((k + 1) * x.roll(1, -1)) - 0.3 * x
 
 
 def run(sites: list[crosslayer.Connection], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from crosslayer.convert import deepseek, fill_connections, read_connections
-from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
+from crosslayer.testing.tiny_model import equal_tensors
+from tests.support.chain import LAYERS, D, randn, row, run, sublayer
 
 
 def mhc_tensors(
@@ -50,8 +51,8 @@ def test_deepseek(names, prefix, spec, head):
     ours = deepseek.load_connections(theirs, spec)
     sites = row(spec)
     fill_connections(sites, ours)
-    assert same(deepseek.save_connections(ours, names, prefix), only_hc(theirs))
-    assert same(
+    assert equal_tensors(deepseek.save_connections(ours, names, prefix), only_hc(theirs))
+    assert equal_tensors(
         deepseek.save_connections(ours._replace(sites=read_connections(sites)), names, prefix),
         only_hc(theirs),
     )
@@ -75,7 +76,7 @@ def test_deepseek_v4_of_transformers():
     ours = deepseek.load_connections(model.state_dict())
     sites = row(ours.spec)
     fill_connections(sites, ours)
-    assert same(deepseek.save_connections(ours, "transformers"), dict(model.state_dict()))
+    assert equal_tensors(deepseek.save_connections(ours, "transformers"), dict(model.state_dict()))
     x = torch.randn(2, 3, D)
     H = x[:, :, None].expand(2, 3, 4, D)
     for k, mixer in enumerate(m for layer in model.layers for m in (layer.attn_hc, layer.ffn_hc)):

@@ -6,8 +6,8 @@ from torch import nn
 
 import crosslayer
 from crosslayer.convert import fill_connections, hyper_connections, read_connections
-from crosslayer.testing.tiny_model import perturb_weights
-from tests.support.chain import D, flat, randn, run, same, sublayer
+from crosslayer.testing.tiny_model import equal_tensors, perturb_weights
+from tests.support.chain import D, flat, randn, run, sublayer
 
 
 def package() -> type[nn.Module]:
@@ -23,7 +23,7 @@ def test_hyper_connections(n, tanh):
     perturb_weights(modules, 0.3)
     prefixes, theirs = [f"hc{k}." for k in range(3)], modules.state_dict()
     ours = hyper_connections.load_connections(theirs, prefixes, tanh)
-    assert same(hyper_connections.save_connections(ours, prefixes), theirs)
+    assert equal_tensors(hyper_connections.save_connections(ours, prefixes), theirs)
     make = crosslayer.make(ours.spec)
     sites = [make(site, D, lambda port: nn.Identity()) for site in flat(3)]
     fill_connections(sites, ours)
@@ -64,7 +64,7 @@ def test_gamma_is_saved_exactly():
     """1 + γ would lose the last bits of a small γ in float32."""
     theirs = tensors_of_hyper_connections()
     theirs["hc.norm.gamma"][:4] = torch.tensor([1e-7, -3e-9, 0.1, 7e-4])
-    assert same(
+    assert equal_tensors(
         hyper_connections.save_connections(
             hyper_connections.load_connections(theirs, ["hc."]), ["hc."]
         ),

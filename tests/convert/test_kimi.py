@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from crosslayer.convert import fill_connections, kimi, read_connections
-from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
+from crosslayer.testing.tiny_model import equal_tensors
+from tests.support.chain import LAYERS, D, randn, row, run, sublayer
 
 
 def kimi_tensors(prefix: str = "") -> dict[str, torch.Tensor]:
@@ -31,13 +32,15 @@ def test_kimi(prefix, block, dtype):
     pools = {name: t for name, t in theirs.items() if "_res_" in name}
     ours = kimi.load_connections(theirs, block)
     assert str(ours.spec) == f"attnres(block_size={2 * block}, eps=1e-05)"
-    assert same(kimi.save_connections(ours, prefix), pools), "with the unused pair of layer 0"
+    assert equal_tensors(kimi.save_connections(ours, prefix), pools), (
+        "with the unused pair of layer 0"
+    )
     sites = row(ours.spec)
     fill_connections(sites, ours)
     x = torch.randn(2, 3, D, dtype=torch.float64) * 3e-3
     loops = {eps: serving_loop(theirs, prefix, block, x, eps) for eps in (1e-5, 1e-6)}
     if dtype == torch.float32:
-        assert same(
+        assert equal_tensors(
             kimi.save_connections(ours._replace(sites=read_connections(sites)), prefix), pools
         )
     found = run([site.double() for site in sites], x)

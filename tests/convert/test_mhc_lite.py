@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 import crosslayer
 from crosslayer.convert import fill_connections, mhc_lite, read_connections
-from tests.support.chain import D, flat, randn, run, same, sublayer
+from crosslayer.testing.tiny_model import equal_tensors
+from tests.support.chain import D, flat, randn, run, sublayer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SUBLAYERS = 3
@@ -75,7 +76,7 @@ def test_round_trips_and_streams(lite, n):
     theirs = module_tensors(lite, n)
     ours = mhc_lite.load_connections(theirs, PREFIXES, ITERATIONS)
     of_modules = {name: t for name, t in theirs.items() if "hc_" in name}
-    assert same(mhc_lite.save_connections(ours, PREFIXES), of_modules)
+    assert equal_tensors(mhc_lite.save_connections(ours, PREFIXES), of_modules)
 
     make = crosslayer.make(ours.spec)
     sites = [make(site, D, lambda port: torch.nn.Identity()) for site in flat(SUBLAYERS)]
@@ -95,7 +96,7 @@ def test_mhc_lite_against_numbers_of_the_repository():
     of_modules = {n.removeprefix("param/"): t for n, t in file.items() if n.startswith("param/hc")}
     prefixes = [f"hc{k}." for k in range(SUBLAYERS)]
     ours = mhc_lite.load_connections(of_modules, prefixes)
-    assert same(mhc_lite.save_connections(ours, prefixes), of_modules)
+    assert equal_tensors(mhc_lite.save_connections(ours, prefixes), of_modules)
     width = file["input/x"].shape[-1]
     make = crosslayer.make(ours.spec)
     sites = [make(k, width, lambda port: torch.nn.Identity()).double() for k in flat(SUBLAYERS)]
@@ -156,7 +157,7 @@ def test_modules_without_prefixes():
 def test_the_dtype_of_streams_is_not_the_repositorys():
     ours = mhc_lite.load_connections(module_tensors(False, 4), PREFIXES)
     wider = ours._replace(spec=crosslayer.make(ours.spec, stream_dtype="float32"))
-    assert same(*(mhc_lite.save_connections(p, PREFIXES) for p in (wider, ours)))
+    assert equal_tensors(*(mhc_lite.save_connections(p, PREFIXES) for p in (wider, ours)))
 
 
 def test_specs_that_the_repository_has_not():

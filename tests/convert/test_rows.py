@@ -13,7 +13,8 @@ from crosslayer.convert.rows import (
     prefix_rows,
     reverse_rows,
 )
-from tests.support.chain import LAYERS, D, randn, row, same
+from crosslayer.testing.tiny_model import equal_tensors
+from tests.support.chain import LAYERS, D, randn, row
 
 
 def kimi_tensors() -> dict[str, torch.Tensor]:
@@ -39,7 +40,7 @@ def test_a_row_is_converted_in_both_directions():
         theirs["theirs.w.3"][2:]
     )
     assert (
-        same(convert_tensors(reverse_rows(rows), ours), theirs)
+        equal_tensors(convert_tensors(reverse_rows(rows), ours), theirs)
         and reverse_rows(reverse_rows(rows)) == rows
     )
 
@@ -69,7 +70,7 @@ def test_what_is_read_stays_when_the_connections_change():
         for site in sites:
             for parameter in site.parameters():
                 parameter.zero_()
-    assert all(same(a, b) for a, b in zip(read, ours.sites, strict=True))
+    assert all(equal_tensors(a, b) for a, b in zip(read, ours.sites, strict=True))
 
 
 def test_a_failed_fill_changes_nothing():
@@ -83,4 +84,4 @@ def test_a_failed_fill_changes_nothing():
     ours.sites[3] |= {"query": randn(D), "key": randn(D)}
     with pytest.raises(ValueError, match=r"a tensor is unknown: '3\.key'"):
         fill_connections(sites, ours)
-    assert all(same(a, b) for a, b in zip(read_connections(sites), before, strict=True))
+    assert all(equal_tensors(a, b) for a, b in zip(read_connections(sites), before, strict=True))

@@ -31,11 +31,5 @@ def run(sites: list[crosslayer.Connection], x: torch.Tensor) -> torch.Tensor:
     return sites[-1].readout(state)
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[n], t) and a[n].dtype == t.dtype for n, t in b.items()
-    )
-
-
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape) * 0.3

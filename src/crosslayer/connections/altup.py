@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..connection import InitialFunction, NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
-from ..norms import NormSpec, add_write, upcast
+from ..norms import NormSpec, add_write, upcast_to_float32
 from ..ops import collapse_streams, depth_connection, expand_to_streams, mix_streams
 from ._streams import check_stream_count
 
@@ -84,7 +84,7 @@ class AltUp(FusedNormConnection[Alternating]):
         # The layer has ended: h is its output o.
         X = state.X
         if state.g is not None and state.active is not None:
-            correction = upcast(h - state.active)
+            correction = upcast_to_float32(h - state.active)
             X = depth_connection(X, correction[..., None, :], state.g)
         if self.P is None or self.g is None:  # the readout
             return (collapse_streams(X, None, *norms),), Alternating(X, h)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..connection import Connection, NormFactory, Site, float32_parameter
 from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import upcast
+from ..norms import upcast_to_float32
 
 
 class Carried(NamedTuple):
@@ -61,10 +61,12 @@ class Highway(Connection[Carried]):
     def mix_inputs(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
         h, y, g = state
         if y is not None and g is not None:
-            h = torch.lerp(upcast(h), upcast(y), upcast(g)).to(h.dtype)
+            h = torch.lerp(upcast_to_float32(h), upcast_to_float32(y), upcast_to_float32(g)).to(
+                h.dtype
+            )
         if self.W is None or self.b is None:
             return (h,), Carried(h)
-        gate = (upcast(h) @ self.W + self.b).sigmoid()
+        gate = (upcast_to_float32(h) @ self.W + self.b).sigmoid()
         return (h,), Carried(h, g=gate)
 
     def state_parts(self, state: Carried) -> tuple[Tensor, ...]:

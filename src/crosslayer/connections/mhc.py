@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights
-from ..norms import NormSpec, apply_norm, upcast
+from ..norms import NormSpec, apply_norm, upcast_to_float32
 from ..ops import (
     collapse_streams,
     depth_connection,
@@ -180,7 +180,7 @@ class MHC(FusedNormConnection[Manifold]):
         H = expand_to_streams(x, self.n)
         if not self.single_pass:
             return Manifold(H)
-        stream_0 = torch.eye(self.n, device=x.device).to(upcast(x).dtype)[0]
+        stream_0 = torch.eye(self.n, device=x.device).to(upcast_to_float32(x).dtype)[0]
         return Manifold(H, pre=stream_0.expand(*x.shape[:-1], self.n))
 
     def fused_read(
@@ -226,7 +226,7 @@ class MHC(FusedNormConnection[Manifold]):
         """The streams with all that is pending applied."""
         H, y, post, _, res = state
         Y = shared_write(y)
-        mixed = H if res is None else mix_streams(upcast(H), res)
+        mixed = H if res is None else mix_streams(upcast_to_float32(H), res)
         return depth_connection(mixed, Y, post).to(H.dtype)
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

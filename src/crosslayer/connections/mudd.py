@@ -165,23 +165,13 @@ class Mudd(FusedNormConnection[History]):
                 idle["eps"] = eps
             check_idle_options(Mudd, "dynamic=False", **idle)
         form = NORMED_FORMS[normed]
-        if form.norms_sources and (dilation, period) != (1, 1):
-            raise ValueError(
-                f"normed={normed!r} excludes dilation and period: the norm n_j of a block that is "
-                "never mixed would be idle"
-            )
+        _check_all_blocks_are_normed(site, ways, normed, dilation, period)
         if period == "last" and not any("r" in mixture for mixture in _parse_ways(ways)):
             raise ValueError(
                 f"period='last' needs the way r, got ways={ways!r}: what follows the last block "
                 "reads no other"
             )
         mixtures = _mixtures_at_site(ways, site)
-        opens_later_layer = site.opens_layer and site.index > 0 and not site.is_readout
-        if form.norms_sources and opens_later_layer and not mixtures:
-            raise ValueError(
-                f"normed={normed!r} needs the way r where a layer has no attention, as at "
-                f"{site.place}, got ways={ways!r}: the block before it would not be normed"
-            )
         mixture_of_way = _mixture_of_way(mixtures)
         averages = DepthAverages(dilation, period, window)
         sources = averages.averaged_blocks(site) if mixtures else ()
@@ -396,6 +386,25 @@ def _mixtures_at_site(ways: str, site: Site) -> list[str]:
     """
     read = {"r", *(WAY_OF_PORT[port] for port in split_attention_ports(site.ports))}
     return [mixture for mixture in _parse_ways(ways) if read & set(mixture)]
+
+
+def _check_all_blocks_are_normed(
+    site: Site, ways: str, normed: Normed, dilation: int, period: int | Literal["last"]
+) -> None:
+    """Raise a ValueError where n_j of PrePostDANorm would be idle, or missing, at a block."""
+    if not NORMED_FORMS[normed].norms_sources:
+        return
+    if (dilation, period) != (1, 1):
+        raise ValueError(
+            f"normed={normed!r} excludes dilation and period: the norm n_j of a block that is "
+            "never mixed would be idle"
+        )
+    opens_later_layer = site.opens_layer and site.index > 0 and not site.is_readout
+    if opens_later_layer and not _mixtures_at_site(ways, site):
+        raise ValueError(
+            f"normed={normed!r} needs the way r where a layer has no attention, as at "
+            f"{site.place}, got ways={ways!r}: the block before it would not be normed"
+        )
 
 
 def _mixture_of_way(mixtures: list[str]) -> dict[str, int | None]:

@@ -32,10 +32,8 @@ class SiteMixing:
         read_mean: of what each input reads, [inputs parts].
         read_std: over tokens, [inputs parts].
         carry_mean: of what each part of the next state keeps, [next parts parts].
-        carry_std: over tokens.
         keep_mean: of what each written part takes from the parts before, [parts parts].
         write_mean: of the pending write in each part, [parts]; empty at the first site.
-        write_std: over tokens.
         part_norms: mean over tokens of ‖part‖, [parts].
     """
 
@@ -46,15 +44,13 @@ class SiteMixing:
     read_mean: Tensor
     read_std: Tensor
     carry_mean: Tensor
-    carry_std: Tensor
     keep_mean: Tensor
     write_mean: Tensor
-    write_std: Tensor
     part_norms: Tensor
 
 
 class MixingAnalysis:
-    """Mean and standard deviation of every site's weights. `result` gives a `SiteMixing` each."""
+    """Means of every site's weights, and the deviation of what it reads: a `SiteMixing` each."""
 
     def __init__(self) -> None:
         self._moments: dict[str, dict[str, RunningMoments]] = {}
@@ -94,8 +90,6 @@ class MixingAnalysis:
         for label, moments in self._moments.items():
             inputs, parts, is_mix = self._names[label]
             read = moments["read"]
-            carry = moments["carry"]
-            write = moments["write"]
             sites.append(
                 SiteMixing(
                     label=label,
@@ -104,11 +98,9 @@ class MixingAnalysis:
                     is_mix=is_mix,
                     read_mean=read.mean,
                     read_std=read.std,
-                    carry_mean=carry.mean,
-                    carry_std=carry.std,
+                    carry_mean=moments["carry"].mean,
                     keep_mean=moments["keep"].mean,
-                    write_mean=write.mean,
-                    write_std=write.std,
+                    write_mean=moments["write"].mean,
                     part_norms=moments["norm"].mean,
                 )
             )

@@ -33,17 +33,17 @@ from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
 from .single_pass import fits_program_and_dtype, single_pass_connection
 from .sinkhorn import sinkhorn
-from .sources import has_few
-from .streams import norms_before_rounding, width_connection
+from .sources import has_few_sources
+from .streams import can_norm_before_rounding, width_connection
 
 register_kernel("add_norm", add_norm)
 register_kernel(
-    "depth_attention", depth_attention, supports=partial(has_few, attention.MOST_SOURCES)
+    "depth_attention", depth_attention, supports=partial(has_few_sources, attention.MOST_SOURCES)
 )
-register_kernel("depth_mix", depth_mix, supports=partial(has_few, mix.MOST_SOURCES))
-register_kernel("gate_pool", gate_pool, supports=partial(has_few, gate.MOST_STREAMS))
+register_kernel("depth_mix", depth_mix, supports=partial(has_few_sources, mix.MOST_SOURCES))
+register_kernel("gate_pool", gate_pool, supports=partial(has_few_sources, gate.MOST_STREAMS))
 register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
-register_kernel("width_connection", width_connection, supports=norms_before_rounding)
+register_kernel("width_connection", width_connection, supports=can_norm_before_rounding)
 register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)

@@ -19,7 +19,9 @@ from . import launch
 _SMALLEST_BUCKET = 4
 
 
-def has_few(most: int, X: Sequence[Tensor], *arguments: Any, **named_arguments: Any) -> bool:
+def has_few_sources(
+    most: int, X: Sequence[Tensor], *arguments: Any, **named_arguments: Any
+) -> bool:
     """Whether a kernel that takes `most` sources or streams supports these; `most` comes first."""
     return len(X) <= most
 

@@ -54,7 +54,7 @@ def width_connection(
     return apply_norm(x, None if can_fuse else norm), H
 
 
-def norms_before_rounding(
+def can_norm_before_rounding(
     H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
 ) -> bool:
     """Whether the kernel takes these inputs. It rounds x before a norm that it cannot fuse, and in

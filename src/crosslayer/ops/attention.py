@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, rstd, upcast
+from ..norms import NormSpec, apply_norm, rms, rstd, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import add_weighted_sum, pass_sources_on, plain_weighted_sum, weighted_sum
@@ -39,7 +39,7 @@ def depth_attention(
 
 def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     """⟨q, RMS(X_l)⟩ of every source: [B T L] float32."""
-    return torch.stack([_score(upcast(x), q, eps) for x in X], -1)
+    return torch.stack([_score(upcast_to_float32(x), q, eps) for x in X], -1)
 
 
 def _score(x: Tensor, q: Tensor, eps: float) -> Tensor:
@@ -119,7 +119,7 @@ def score_sources(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, T
 
 def _project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
-    return project_manual_grad(upcast(x), Q.mT) * r[..., None]
+    return project_manual_grad(upcast_to_float32(x), Q.mT) * r[..., None]
 
 
 def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: T
     """
     g = dz * r[..., None]
     c = (g * z).sum(-1, keepdim=True) * r[..., None]
-    dx = torch.addcmul(dx, c, upcast(x), value=-1 / x.shape[-1])
+    dx = torch.addcmul(dx, c, upcast_to_float32(x), value=-1 / x.shape[-1])
     for s, q in enumerate(Q):
         dx.addcmul_(g[..., s, None], q)
     return dx
@@ -149,4 +149,4 @@ def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: T
 def project_rms_dq(x: Tensor, r: Tensor, dz: Tensor) -> Tensor:
     """The gradient of `_project_rms`'s Q, [S D]. Arguments: see `project_rms_dx`."""
     g = dz * r[..., None]
-    return g.reshape(-1, g.shape[-1]).mT @ upcast(x).reshape(-1, x.shape[-1])
+    return g.reshape(-1, g.shape[-1]).mT @ upcast_to_float32(x).reshape(-1, x.shape[-1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, upcast
+from ..norms import NormSpec, apply_norm, rms, upcast_to_float32
 from .attention import project_rms_dq, project_rms_dx, score_sources
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
@@ -27,10 +27,11 @@ def gate_streams(S: tuple[Tensor, ...], y: Tensor, beta: Tensor) -> tuple[Tensor
     Returns:
         n tensors [B T D] in S's dtype.
     """
-    y = upcast(y)
-    gates = upcast(beta).unbind(-1)
+    y = upcast_to_float32(y)
+    gates = upcast_to_float32(beta).unbind(-1)
     return tuple(
-        torch.lerp(upcast(s), y, b[..., None]).to(s.dtype) for s, b in zip(S, gates, strict=True)
+        torch.lerp(upcast_to_float32(s), y, b[..., None]).to(s.dtype)
+        for s, b in zip(S, gates, strict=True)
     )
 
 
@@ -112,10 +113,10 @@ class _GatePool(Function):
         dy: Any = None
         for i, s in enumerate(S):
             b = beta[..., i, None]
-            ds = torch.addcmul(upcast(dgated[i]), p[..., i, None], upcast(dh))
+            ds = torch.addcmul(upcast_to_float32(dgated[i]), p[..., i, None], upcast_to_float32(dh))
             ds = project_rms_dx(gated[i], Q, r[i], z[..., i], dz[..., i], ds)
             dQ = dQ + project_rms_dq(gated[i], r[i], dz[..., i])
-            dbeta.append(row_dot(ds, upcast(y) - s))
+            dbeta.append(row_dot(ds, upcast_to_float32(y) - s))
             dy = b * ds if dy is None else dy.addcmul_(b, ds)
             dS.append(ds.mul_(1 - b).to(s.dtype))
         return dy.to(y.dtype), torch.stack(dbeta, -1), dQ, None, *dS

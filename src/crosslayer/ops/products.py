@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..norms import upcast
+from ..norms import upcast_to_float32
 
 
 def _prefer_sums(products: int) -> bool:
@@ -57,14 +57,14 @@ def mix_streams(H: Tensor, w: Tensor) -> Tensor:
         [B T C D] in H's dtype.
     """
     if _prefer_sums(w.shape[-2] * w.shape[-1]):
-        return (w[..., None] * upcast(H)[..., None, :]).sum(-3).to(H.dtype)
+        return (w[..., None] * upcast_to_float32(H)[..., None, :]).sum(-3).to(H.dtype)
     # A contiguous copy of the weights: torch multiplies a batch of strided matrices one by one.
-    return (w.mT.contiguous() @ upcast(H)).to(H.dtype)
+    return (w.mT.contiguous() @ upcast_to_float32(H)).to(H.dtype)
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
     """⟨a, b⟩ over the last axis, computed in float32 or wider: [… D] -> […]."""
-    return (upcast(a) * b).sum(-1)
+    return (upcast_to_float32(a) * b).sum(-1)
 
 
 def row_dots(Y: Tensor, H: Tensor) -> Tensor:
@@ -77,4 +77,4 @@ def stream_gram(A: Tensor, B: Tensor) -> Tensor:
     if _prefer_sums(A.shape[-2] * B.shape[-2]):
         rows = [torch.stack([row_dot(a, b) for b in B.unbind(-2)], -1) for a in A.unbind(-2)]
         return torch.stack(rows, -2)
-    return upcast(A) @ upcast(B).mT
+    return upcast_to_float32(A) @ upcast_to_float32(B).mT

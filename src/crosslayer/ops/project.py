@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import rms, rstd, upcast
+from ..norms import rms, rstd, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .products import mix_streams, project_back, project_manual_grad, row_dots
@@ -73,7 +73,7 @@ class _WriteNormProject(Function):
         centred: bool,
     ) -> tuple[Tensor, ...]:
         written = H.clone() if Y is None else depth_connection(H, Y, beta)
-        rows = upcast(written).reshape(-1, len(W))
+        rows = upcast_to_float32(written).reshape(-1, len(W))
         mean = rows.mean(-1, keepdim=True) if centred else None
         rows = rows if mean is None else rows - mean
         r = rstd(rows, eps)[:, None]
@@ -91,7 +91,7 @@ class _WriteNormProject(Function):
         written, Y, beta, W, z, r, mean = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             return differentiable_backward(ctx, written, Y, beta, W, dwritten, dz)
-        rows = upcast(written).reshape(-1, len(W))
+        rows = upcast_to_float32(written).reshape(-1, len(W))
         dz = dz.reshape(z.shape)
         g = dz * r
         c = (dz * z).sum(-1, keepdim=True) * r * r / len(W)
@@ -106,14 +106,14 @@ class _WriteNormProject(Function):
             dH = dH.to(written.dtype)
             return dH, unweighted_gradient(dH, ctx.unweighted), None, dW, None, None
         dbeta = row_dots(Y, dH).sum_to_size(beta.shape)
-        weights = upcast(beta)[..., None]
+        weights = upcast_to_float32(beta)[..., None]
         dY = weights * dH if Y.shape[-2] > 1 else mix_streams(dH, weights)
         return dH.to(written.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
 
 
 def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor:
     """N(H) W for rows of len(W) numbers: [B T n D] -> [B T n|1 K]."""
-    rows = upcast(H).reshape(*H.shape[:-2], H.shape[-2] * H.shape[-1] // len(W), len(W))
+    rows = upcast_to_float32(H).reshape(*H.shape[:-2], H.shape[-2] * H.shape[-1] // len(W), len(W))
     if centred:
         return F.layer_norm(rows, rows.shape[-1:], eps=eps) @ W
     return rms(rows, eps) @ W

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, rstd, upcast
+from ..norms import NormSpec, apply_norm, rms, rstd, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .products import mix_streams, project_back, project_manual_grad, row_dots, stream_gram
@@ -71,7 +71,7 @@ class _SinglePassConnection(Function):
         W: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed = upcast(H) if res is None else mix_streams(upcast(H), res)
+        mixed = upcast_to_float32(H) if res is None else mix_streams(upcast_to_float32(H), res)
         written = torch.addcmul(mixed, beta[..., None], y[..., None, :]).to(H.dtype)
         x = mix_streams(written, pre[..., None]).squeeze(-2)
         return x, written, project_manual_grad(rms(written.flatten(-2), eps), W)
@@ -89,7 +89,7 @@ class _SinglePassConnection(Function):
     ) -> tuple[Tensor, ...]:
         ctx.eps = eps
         x, written, z = _SinglePassConnection.definition(H, y, beta, res, pre, W, eps)
-        r = rstd(upcast(written).flatten(-2), eps)
+        r = rstd(upcast_to_float32(written).flatten(-2), eps)
         ctx.save_for_backward(H, y, beta, res, pre, W, written, z, r)
         return separate_outputs(x, written, z)
 
@@ -99,11 +99,11 @@ class _SinglePassConnection(Function):
         if torch.is_grad_enabled():  # create_graph
             inputs = (H, y, beta, res, pre, W, ctx.eps)
             return definition_gradients(_SinglePassConnection.definition, inputs, dx, dwritten, dz)
-        v = upcast(written).flatten(-2)
+        v = upcast_to_float32(written).flatten(-2)
         g = dz * r[..., None]
         c = (dz * z).sum(-1, keepdim=True) * (r * r)[..., None] / len(W)
         G = project_back(g, W).addcmul_(c, v, value=-1).view(H.shape)
-        G = G.addcmul_(pre[..., None], upcast(dx)[..., None, :]).add_(dwritten)
+        G = G.addcmul_(pre[..., None], upcast_to_float32(dx)[..., None, :]).add_(dwritten)
         dW = (g.reshape(-1, g.shape[-1]).mT @ v.reshape(-1, v.shape[-1])).mT
         dy = mix_streams(G, beta[..., None]).squeeze(-2)
         dbeta = row_dots(y[..., None, :], G)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, upcast
+from ..norms import NormSpec, apply_norm, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import run_function, separate_outputs
 from .products import mix_streams, row_dots, stream_gram
@@ -39,7 +39,7 @@ def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor
     if beta is None:
         return (H + Y).to(H.dtype)
     # Y is not converted: autograd saves what it is given.
-    return torch.addcmul(upcast(H), upcast(beta)[..., None], Y).to(H.dtype)
+    return torch.addcmul(upcast_to_float32(H), upcast_to_float32(beta)[..., None], Y).to(H.dtype)
 
 
 def collapse_streams(
@@ -57,7 +57,7 @@ def collapse_streams(
         [B T D] in H's dtype.
     """
     is_wider = norm is not None and H.dtype == torch.float16
-    streams = upcast(H) if is_wider else H
+    streams = upcast_to_float32(H) if is_wider else H
     if weights is None:
         x = streams.sum(-2)
     else:
@@ -107,6 +107,8 @@ class _WidthConnection(Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
-        dout = upcast(dout).contiguous()  # the gradient of a sum over streams has stride 0
-        dH = mix_streams(dout, res.mT).addcmul_(pre[..., None], upcast(dx)[..., None, :])
+        dout = upcast_to_float32(
+            dout
+        ).contiguous()  # the gradient of a sum over streams has stride 0
+        dH = mix_streams(dout, res.mT).addcmul_(pre[..., None], upcast_to_float32(dx)[..., None, :])
         return dH.to(H.dtype), row_dots(dx[..., None, :], H), stream_gram(H, dout)

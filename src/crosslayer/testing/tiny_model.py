@@ -170,8 +170,10 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str,
 
 
 def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether both have the same names, each with bitwise the same values."""
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    """Whether both have the same names, each with the same dtype and bitwise the same values."""
+    if a.keys() != b.keys():
+        return False
+    return all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
 def wrong_gradients(
