@@ -8,26 +8,14 @@ after each sub-layer, and returns it normed. Everything else is refused with the
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
 from ..partitioned import parameter_shape
-from .arguments import (
-    LayerArgument,
-    argument_parameters,
-    constant_arguments,
-    is_constant,
-    residual_argument,
-    second_streams,
-    takes_from_rest,
-)
+from .argument_sources import NO_ENCODER, find_argument_sources, find_preset_arguments
+from .arguments import argument_parameters, takes_from_rest
 from .families import (
-    NO_RESIDUAL,
-    REST_OF_ARGUMENTS,
-    SAME_INPUT,
     ArgumentProduct,
-    ArgumentSources,
     ExtraOutput,
     FunctionCall,
     LayerWiring,
@@ -40,13 +28,8 @@ from .function_calls import is_norm_function
 from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix, is_named_norm, is_norm
 from .recorder import STREAM_VECTOR, LayerTrace, StreamSum, TracedCall, same_sum
-from .shadow import OtherOutput
 from .trace import trace_layer
 
-_NO_ENCODER = (
-    "it attends to an encoder, which this model does not have; the decoder of a whole model can be "
-    "connected, like connect(model.get_decoder(), spec)"
-)
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 
 
@@ -204,7 +187,7 @@ def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
             continue
         names = f"{name} {' '.join(inner for inner, _ in child.named_children())}".lower()
         if any(part in names for part in _CROSS_ATTENTION):
-            raise ValueError(_NO_ENCODER)
+            raise ValueError(NO_ENCODER)
         raise ValueError(f"its {name} does not run in the forward passes that connect tries")
 
 
@@ -305,7 +288,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
     if any(factor != 1 for factor in factors):
         raise ValueError(f"what {calls[main].path} returns is scaled before it reaches the stream")
     after = tuple(_output_step(layer, call) for call in calls[main + 1 :])
-    sources = _sources(layer, calls[main])
+    sources = find_argument_sources(layer, calls[main])
     return describe_sublayer(
         layer,
         Sublayer(
@@ -315,7 +298,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
             scale=_exact_factor(layer, scale),
             input_scale=_exact_factor(layer, input_scale),
             arguments=sources,
-            preset_arguments=_preset_arguments(layer, calls[main], sources),
+            preset_arguments=find_preset_arguments(layer, calls[main], sources),
             by_position=calls[main].by_position,
             input_name=calls[main].input_name,
         ),
@@ -333,11 +316,11 @@ def _output_step(layer: nn.Module, call: TracedCall) -> OutputStep:
             )
     if not call.arguments:
         return call.path or call.function or call.dropout
-    sources = _sources(layer, call)
+    sources = find_argument_sources(layer, call)
     for name, source in sources:
         if isinstance(source, ExtraOutput):
             raise ValueError(f"{call.path} gets an output of {source.module} as {name!r}")
-    preset = _preset_arguments(layer, call, sources)
+    preset = find_preset_arguments(layer, call, sources)
     return ModuleCall(call.path, sources, preset, call.by_position, call.input_name)
 
 
@@ -356,63 +339,6 @@ def _exact_factor(layer: nn.Module, factor: float) -> float:
         if isinstance(value, float | int) and abs(value - factor) <= 1e-6 * abs(factor):
             return float(value)
     return factor
-
-
-def _sources(layer: nn.Module, call: TracedCall) -> ArgumentSources:
-    """From which of the layer's arguments, or of earlier modules' outputs, those of a call come."""
-    of_layer = argument_parameters(layer)
-    module = layer.get_submodule(call.path)
-    of_module = argument_parameters(module)
-    own_names = of_layer.keys() - second_streams(layer)
-    constants = constant_arguments(module, call.arguments)
-    sources: list[tuple[str, str | ExtraOutput]] = []
-    if residual := residual_argument(module):
-        sources.append((residual, NO_RESIDUAL))
-    for name, value in call.arguments.items():
-        is_required = name in of_module and of_module[name].default is inspect.Parameter.empty
-        if value is None and is_required and name.startswith("encoder_"):
-            raise ValueError(_NO_ENCODER)
-        known = (*of_layer, REST_OF_ARGUMENTS, SAME_INPUT)
-        if isinstance(value, LayerArgument) and value.name in known:
-            if name.endswith("]"):  # of *args
-                raise ValueError(
-                    f"its {call.path} takes {value!r} through *args, where it has no name; wrap "
-                    "modules after connecting, or name the argument"
-                )
-            sources.append((name, value.name))
-        elif isinstance(value, OtherOutput) and not name.endswith("]"):
-            sources.append((name, value.output))
-        elif name in own_names and value is of_layer[name].default:
-            # Its code may pass on what it was given, of one type alone.
-            sources.append((name, name))
-        elif name in constants and (name.endswith("]") or not is_constant(value)):
-            raise ValueError(
-                f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
-            )
-    return tuple(sources)
-
-
-def _preset_arguments(
-    layer: nn.Module, call: TracedCall, sources: ArgumentSources
-) -> tuple[tuple[str, Any], ...]:
-    """The values of a module's arguments that the layer's code sets, and the layer's defaults of
-    the others, where the module has another default or none.
-    """
-    of_layer = argument_parameters(layer)
-    module = layer.get_submodule(call.path)
-    of_module = argument_parameters(module)
-    constants = constant_arguments(module, call.arguments)
-    given = dict(sources)
-    preset = [(name, value) for name, value in constants.items() if name not in given]
-    for name, source in sources:
-        default = of_layer[source].default if source in of_layer else inspect.Parameter.empty
-        is_own = name in of_module and of_module[name].default is default
-        if default is inspect.Parameter.empty or is_own:
-            continue
-        if not is_constant(default):
-            raise ValueError(f"the default of its argument {source!r} is {default!r}; make it None")
-        preset.append((name, default))
-    return tuple(preset)
 
 
 def _describe(trace: LayerTrace, total: StreamSum) -> str:
