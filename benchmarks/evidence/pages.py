@@ -71,7 +71,7 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
 
 def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     """The text of each marked part of README.md, by its name."""
-    first = [BASELINE, "postnorm", "resi_dual"]
+    first = [BASELINE, "postnorm", "resi_dual", "altup"]
     arms = first + [arm for arm in MAIN_ARMS if arm not in first]
     return {"In short": summary_table(studies, arms)}
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
+_Kind = TypeVar("_Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
 REPLACED_SUFFIX = ".old"  # of a folder until the new one has its name
@@ -39,7 +39,7 @@ def write_text_atomic(path: Path, content: str) -> None:
     """Write `content` to a temporary file beside `path`, then rename it to `path`."""
     temporary = path.with_name(path.name + UNFINISHED_SUFFIX)
     temporary.write_text(content, "utf8")
-    atomic_replace(temporary, path)
+    _atomic_replace(temporary, path)
 
 
 def write_json(path: Path, value: object, **options: Any) -> None:
@@ -53,7 +53,7 @@ def write_json(path: Path, value: object, **options: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=1, **options) + "\n")
 
 
-def atomic_replace(temporary: Path, path: Path) -> None:
+def _atomic_replace(temporary: Path, path: Path) -> None:
     """Rename a file or a folder to `path` once all of its content is on disk."""
     for inner in temporary.rglob("*"):
         fsync_path(inner)
@@ -71,7 +71,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(folder, replaced)
-    atomic_replace(temporary, folder)
+    _atomic_replace(temporary, folder)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -99,7 +99,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             _check_empty(folder)  # another process may have held the lock until now
             _remove_content(work)  # left by a process that was killed
             yield work
-            atomic_replace(work, folder)
+            _atomic_replace(work, folder)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -157,7 +157,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         lock.release()  # The file stays: a process that removed it could remove another's lock.
 
 
-def read_json(path: Path, kind: type[Kind]) -> Kind:
+def read_json(path: Path, kind: type[_Kind]) -> _Kind:
     """The content of a JSON file.
 
     Args:
@@ -176,7 +176,7 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     return parse_json(text, str(path), kind)
 
 
-def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
+def parse_json(text: str, source: str, kind: type[_Kind]) -> _Kind:
     """The value of a JSON text.
 
     Args:

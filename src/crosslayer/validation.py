@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-Choice = TypeVar("Choice")
+_Choice = TypeVar("_Choice")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -205,7 +205,7 @@ def _describe_kind(kind: Any) -> str:
     return words
 
 
-def check_choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
+def check_choice(name: str, given: str, choices: dict[str, _Choice]) -> _Choice:
     """The value of `choices` for the word `given`.
 
     Raises:

@@ -56,7 +56,7 @@ from ._streams import (
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
 OutputScale = Literal["1", "1/n", "1/sqrt(n)", "sqrt(n)"]
-OUTPUT_SCALE_EXPONENTS: dict[OutputScale, float] = {
+_OUTPUT_SCALE_EXPONENTS: dict[OutputScale, float] = {
     "1": 0,
     "1/n": -1,
     "1/sqrt(n)": -0.5,
@@ -124,7 +124,7 @@ class Hyper(FusedNormConnection[Streams]):
             raise ValueError(
                 "matrix and beta exclude each other: the first row of the matrix is beta"
             )
-        self.output_scale = streams ** OUTPUT_SCALE_EXPONENTS[output_scale]
+        self.output_scale = streams ** _OUTPUT_SCALE_EXPONENTS[output_scale]
         self.n = streams
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"

@@ -41,7 +41,7 @@ Gate = Literal["competitive", "independent"]
 Eq14 = Literal["text", "literal"]
 # p of section 4.4.2: the share of (stream, token) pairs, those with the largest β, whose streams
 # inversion keeps.
-KEPT_SHARE = 0.01
+_KEPT_SHARE = 0.01
 
 
 class Gated(NamedTuple):
@@ -206,7 +206,7 @@ class MGR(FusedNormConnection[Gated]):
             )
         if beta is None:
             return InversionContext()
-        place = beta.movedim(-1, 0).flatten().topk(math.ceil(KEPT_SHARE * beta.numel())).indices
+        place = beta.movedim(-1, 0).flatten().topk(math.ceil(_KEPT_SHARE * beta.numel())).indices
         tokens = beta.shape[:-1].numel()
         rows = [s.flatten(0, -2)[place % tokens] for s in S]
         # Each place takes the row of the stream that it is in.

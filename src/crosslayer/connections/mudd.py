@@ -68,7 +68,7 @@ WAYS = "qkvr"
 # The way that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
 # What mixes tokens in another way has one input, which is what it moves between them: S_v. So does
 # the latent of MLA, which is all that an attention moves, its keys too.
-WAY_OF_PORT = {
+_WAY_OF_PORT = {
     "attn": "q", "latent_attn": "q", "q": "q", "k": "k", "v": "v", "kv": "v", "mixer": "v",
     "mlp": "r", "out": "r",
 }  # fmt: skip
@@ -82,7 +82,7 @@ class NormedForm(NamedTuple):
     post_ways: str  # the ways whose mixture is normed before X_l is added
 
 
-NORMED_FORMS: dict[Normed, NormedForm] = {
+_NORMED_FORMS: dict[Normed, NormedForm] = {
     False: NormedForm(norms_sources=False, adds_block=False, post_ways=""),
     True: NormedForm(norms_sources=True, adds_block=True, post_ways="r"),
     "pre": NormedForm(norms_sources=True, adds_block=False, post_ways=""),
@@ -164,7 +164,7 @@ class Mudd(FusedNormConnection[History]):
             if not normed:
                 idle["eps"] = eps
             check_idle_options(Mudd, "dynamic=False", **idle)
-        form = NORMED_FORMS[normed]
+        form = _NORMED_FORMS[normed]
         _check_all_blocks_are_normed(site, ways, normed, dilation, period)
         if period == "last" and not any("r" in mixture for mixture in _parse_ways(ways)):
             raise ValueError(
@@ -181,7 +181,7 @@ class Mudd(FusedNormConnection[History]):
         self.sources = sources
         self.weighs_channels = bool(normed)
         self.mixture_of_way = mixture_of_way
-        self.port_ways = tuple(WAY_OF_PORT[port] for port in ports)
+        self.port_ways = tuple(_WAY_OF_PORT[port] for port in ports)
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
         self.eps = eps
         self.normed_form = form
@@ -384,7 +384,7 @@ def _mixtures_at_site(ways: str, site: Site) -> list[str]:
 
     The readout, and a layer without an attention, read fewer mixtures than there are.
     """
-    read = {"r", *(WAY_OF_PORT[port] for port in split_attention_ports(site.ports))}
+    read = {"r", *(_WAY_OF_PORT[port] for port in split_attention_ports(site.ports))}
     return [mixture for mixture in _parse_ways(ways) if read & set(mixture)]
 
 
@@ -392,7 +392,7 @@ def _check_all_blocks_are_normed(
     site: Site, ways: str, normed: Normed, dilation: int, period: int | Literal["last"]
 ) -> None:
     """Raise a ValueError where n_j of PrePostDANorm would be idle, or missing, at a block."""
-    if not NORMED_FORMS[normed].norms_sources:
+    if not _NORMED_FORMS[normed].norms_sources:
         return
     if (dilation, period) != (1, 1):
         raise ValueError(
@@ -423,7 +423,7 @@ def _ports_mixed_apart(site: Site, mixture_of_way: dict[str, int | None]) -> tup
     """
     split_ports = split_attention_ports(site.ports)
     qkv = [port for port in split_ports if port in SPLIT_PORT_NAMES]
-    mixtures = {mixture_of_way[WAY_OF_PORT[port]] for port in qkv}
+    mixtures = {mixture_of_way[_WAY_OF_PORT[port]] for port in qkv}
     return split_ports if len(mixtures) > 1 else site.ports
 
 

@@ -20,7 +20,7 @@ from .scales import ScaleAnalysis, SiteScales, find_alarms
 from .similarity import CosineAnalysis, CosineSimilarity, DepthDistances, DistanceAnalysis
 from .unfolding import UnfoldedMap, UnfoldingAnalysis
 
-AnalysisT = TypeVar("AnalysisT", bound=Analysis)
+_AnalysisT = TypeVar("_AnalysisT", bound=Analysis)
 
 __all__ = [
     "MapFindings",
@@ -60,6 +60,6 @@ def measure_scales(model: nn.Module, batches: Iterable[ModelInputs]) -> list[Sit
     return _observe(ScaleAnalysis(), model, batches).result()
 
 
-def _observe(analysis: AnalysisT, model: nn.Module, batches: Iterable[ModelInputs]) -> AnalysisT:
+def _observe(analysis: _AnalysisT, model: nn.Module, batches: Iterable[ModelInputs]) -> _AnalysisT:
     observe_model(model, batches, [analysis])
     return analysis

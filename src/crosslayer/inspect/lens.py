@@ -36,7 +36,7 @@ from .scoring import (
     score_targets,
 )
 
-LENS_ROUNDING = 5e-4  # of a loss, relative where it is above 1
+_LENS_ROUNDING = 5e-4  # of a loss, relative where it is above 1
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _LensAnalysis:
         logits, targets = score_logits(model, batch)
         expected = F.cross_entropy(logits, targets).item()
         found = self.losses[site_label(self.readout)].mean.item()
-        if abs(found - expected) > LENS_ROUNDING * (1 + expected):
+        if abs(found - expected) > _LENS_ROUNDING * (1 + expected):
             raise ValueError(
                 f"{type(model).__name__} does more than its head to a hidden state: its loss is "
                 f"{expected:.4f}, and {found:.4f} by the final norm and the head alone"

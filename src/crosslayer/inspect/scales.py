@@ -18,7 +18,7 @@ from .observation import SiteVisit, site_label
 
 # Thresholds of the alarms. No paper states them; they are where a stream or a gate does no more
 # than a constant would.
-COLLAPSED_COSINE = 0.999  # mean cosine of two streams
+_COLLAPSED_COSINE = 0.999  # mean cosine of two streams
 UNUSED_SHARE = 0.01  # a stream's weight in reads, of the largest stream's
 CONSTANT_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
 SATURATED_GATE = 0.01  # mean distance of a gate from 0 or 1, for gates within [0, 1]
@@ -220,7 +220,7 @@ def _stream_alarms(sites: list[SiteScales]) -> list[str]:
     change = torch.stack(changes).mean(0)
     for a in range(len(cosine)):
         for b in range(a):
-            if cosine[a, b] > COLLAPSED_COSINE:
+            if cosine[a, b] > _COLLAPSED_COSINE:
                 alarms.append(f"collapsed streams: {b} and {a}, mean cosine {cosine[a, b]:.4f}")
         if change[a] < CONSTANT_CHANGE:
             alarms.append(f"constant stream: {a}, mean change {change[a]:.4f} a site")

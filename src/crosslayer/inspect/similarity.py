@@ -16,7 +16,7 @@ from .moments import RunningMoments, TokenSample
 from .observation import SiteVisit, check_observed, site_label
 
 # Tokens whose inputs are kept for CKA, which compares every pair of them.
-CKA_TOKENS = 512
+_CKA_TOKENS = 512
 # A stream whose mean angular distance over all pairs of depths is smaller is called static. The
 # paper says "near-zero" (MGR, section 4.2) and states no threshold: this is 3.6 degrees.
 STATIC_DISTANCE = 0.02
@@ -164,7 +164,7 @@ class DistanceAnalysis:
         if connection.parts_are_streams:
             self._streams[label] = visit.written[visit.answers]
         kept = self._tokens.setdefault(label, [])
-        missing = CKA_TOKENS - sum(map(len, kept))
+        missing = _CKA_TOKENS - sum(map(len, kept))
         if missing > 0:
             kept.append(x[:missing].cpu())
         if connection.is_readout:

@@ -22,10 +22,10 @@ from .moments import RunningMoments
 from .observation import SiteVisit, check_observed, input_labels, site_label
 
 # The tokens of a batch that are unfolded where each channel has another map.
-CHANNELWISE_TOKENS = 32
+_CHANNELWISE_TOKENS = 32
 # A larger error is no rounding of float32, nor of TF32: the method's `mixing_weights` are wrong. In
 # a bfloat16 model large outputs that cancel may have it.
-LARGEST_ERROR = 0.05
+_LARGEST_ERROR = 0.05
 
 
 @dataclass
@@ -153,7 +153,7 @@ class _BatchMap:
         self.fractions = connection.fractions
         self.is_channelwise = connection.weighs_channels
         tokens = len(visit.parts)
-        self.stride = math.ceil(tokens / CHANNELWISE_TOKENS) if self.is_channelwise else 1
+        self.stride = math.ceil(tokens / _CHANNELWISE_TOKENS) if self.is_channelwise else 1
         parts = visit.parts[:: self.stride]
         self.sources = parts.new_zeros(len(parts), connection.site.depth + 2, connection.dim)
         self.rows: list[Tensor] = []
@@ -238,7 +238,7 @@ class _BatchMap:
 def _check_error(error: float, visit: SiteVisit) -> None:
     """Raise a ValueError where a map of a float32 model is not that of the inputs."""
     is_precise = visit.inputs[0].dtype in (torch.float32, torch.float64)
-    if is_precise and error > LARGEST_ERROR:
+    if is_precise and error > _LARGEST_ERROR:
         raise ValueError(
             f"mixing_weights of {visit.connection.name} do not give the inputs of its read: at "
             f"{site_label(visit.connection)} the relative error is {error:.1g}"

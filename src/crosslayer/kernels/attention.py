@@ -51,7 +51,7 @@ from .row_sums import pick_number, repeat_conversion, sum_rows
 from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
 # Sources of which one launch computes the gradients.
-MOST_GRADIENTS = 16
+_MOST_GRADIENTS = 16
 # A launch of the forward pass takes a pointer for each, and drivers before R530 take 4 KiB of
 # arguments.
 MOST_SOURCES = 256
@@ -89,12 +89,12 @@ def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int) -> 
 
 def _saves_output(L: int) -> bool:
     """Whether the backward pass reads out, and does not compute it again."""
-    return L > MOST_GRADIENTS
+    return L > _MOST_GRADIENTS
 
 
 def _gradient_launches(L: int) -> list[tuple[int, int]]:
     """The first source and the one after the last, of each launch of the backward pass."""
-    launches = launch.ceil_div(L, MOST_GRADIENTS)
+    launches = launch.ceil_div(L, _MOST_GRADIENTS)
     size = launch.ceil_div(L, launches)
     return [(first, min(first + size, L)) for first in range(0, L, size)]
 

@@ -51,7 +51,7 @@ from .split_products import centre_columns
 
 # The most sums over D that a program computes for a token; 4 streams have 28. More do not fit in
 # registers.
-MAX_SUMS = 32
+_MAX_SUMS = 32
 
 
 def hyper_connection(
@@ -90,7 +90,7 @@ def fits_program(
     # Streams and their gradients; W, its gradient, and the norm's weight and its gradient.
     rows = [H] * (2 * n + _pending_rows(Y) + inputs)
     fits = launch.fits_in_registers(rows, launch.block_size(D), rows=2 * K + 2)
-    return fits and n * (K + 1) <= MAX_SUMS
+    return fits and n * (K + 1) <= _MAX_SUMS
 
 
 def memory_traffic_bytes(
@@ -173,7 +173,7 @@ def _bound_by_nothing(x):
     return x
 
 
-DEVICE_BOUNDS = {"tanh": _bound_by_tanh, "none": _bound_by_nothing}
+_DEVICE_BOUNDS = {"tanh": _bound_by_tanh, "none": _bound_by_nothing}
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -359,7 +359,7 @@ def _hyper_connection(
         H, *pending_write(H, Y, beta), _weight_rows(W, centred), bias,
         scale, static, *weight_and_bias(affine), *outputs,
         N, D, eps, norm_eps,
-        BOUND=DEVICE_BOUNDS[bound], CENTRED=centred, NORM_CENTRED=norm_centred,
+        BOUND=_DEVICE_BOUNDS[bound], CENTRED=centred, NORM_CENTRED=norm_centred,
         PENDING=_pending_rows(Y), INPUTS=inputs, n=n, K=K, BLOCK=block,
         num_warps=launch.warp_count(block),
     )  # fmt: skip

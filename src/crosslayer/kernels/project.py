@@ -46,10 +46,10 @@ from .split_products import (
 MAX_COLUMNS = 128
 # Columns times streams, where these are one vector: the shared memory of a GPU that has 99 KB. mHC
 # has more from 8 streams on.
-MAX_JOINT_COLUMNS = 512
+_MAX_JOINT_COLUMNS = 512
 # Numbers in a tile of products, where streams share W: more do not fit in shared memory, or compile
 # for minutes.
-MAX_PRODUCTS = 2**15
+_MAX_PRODUCTS = 2**15
 
 
 def write_norm_project(
@@ -75,8 +75,8 @@ def columns_fit_program(
     K = W.shape[1]
     columns = padded_columns(K)
     if W.shape[0] > H.shape[-1]:
-        return side * columns <= MAX_JOINT_COLUMNS
-    return K <= MAX_COLUMNS and _tile_tokens(side) * side * columns <= MAX_PRODUCTS
+        return side * columns <= _MAX_JOINT_COLUMNS
+    return K <= MAX_COLUMNS and _tile_tokens(side) * side * columns <= _MAX_PRODUCTS
 
 
 def _tile_tokens(side: int) -> int:

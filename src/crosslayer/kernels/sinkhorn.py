@@ -4,7 +4,7 @@ M ← softmax(z) + eps;   M ← M / (Σ_rows M + eps);   then (rounds − 1) tim
 reads n², writes n² numbers a matrix
 
 backward, exact: for M' = M/(s + eps), s the sum along an axis,   dM = (dM' − Σ dM' M')/(s + eps)
-The rounds are recomputed in chunks of ROUNDS_IN_REGISTERS, each from the logits on, so nothing is
+The rounds are recomputed in chunks of _ROUNDS_IN_REGISTERS, each from the logits on, so nothing is
 saved and no round is inverted. Reads 2n², writes n².
 """
 
@@ -21,7 +21,7 @@ from ..ops.manual_backward import definition_gradients
 from . import launch
 from .library_op import LibraryOp
 
-ROUNDS_IN_REGISTERS = 4  # rounds of which the backward keeps the matrices at once
+_ROUNDS_IN_REGISTERS = 4  # rounds of which the backward keeps the matrices at once
 
 
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
@@ -145,7 +145,7 @@ def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) ->
     tile, side = _tile_sizes(n)
     launch.launch_kernel(
         sinkhorn_backward, (launch.ceil_div(N, tile),),
-        logits, dout, dz, N, rounds, eps, n=n, TILE=tile, SIDE=side, CHUNK=ROUNDS_IN_REGISTERS,
+        logits, dout, dz, N, rounds, eps, n=n, TILE=tile, SIDE=side, CHUNK=_ROUNDS_IN_REGISTERS,
         num_warps=8,
     )  # fmt: skip
     return dz

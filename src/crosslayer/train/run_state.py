@@ -7,8 +7,8 @@ from typing import Any, Self, get_type_hints
 
 from ..validation import check_option_type
 
-STEPS_OF_ANY_RISE = 20  # the first ones, in which a loss may rise as it likes
-RUNNING_LOSS_DECAY = 0.95  # of the running mean, from one step to the next
+_STEPS_OF_ANY_RISE = 20  # the first ones, in which a loss may rise as it likes
+_RUNNING_LOSS_DECAY = 0.95  # of the running mean, from one step to the next
 RECENT_STEPS = 200  # whose mean training loss is a result, and most of which must be stable
 
 
@@ -98,7 +98,7 @@ class RunState:
             loss: of the step.
             grad_norm: of the step.
             max_loss_rise: how far above the running mean a loss is unstable; 0 for no limit. In
-                the first `STEPS_OF_ANY_RISE` steps no rise is.
+                the first `_STEPS_OF_ANY_RISE` steps no rise is.
 
         Returns:
             False where the loss or the gradient is not finite, or the loss rose too far.
@@ -106,10 +106,10 @@ class RunState:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
         mean = loss if self.running_loss is None else self.running_loss
-        is_limited = max_loss_rise > 0 and self.step >= STEPS_OF_ANY_RISE
+        is_limited = max_loss_rise > 0 and self.step >= _STEPS_OF_ANY_RISE
         if is_limited and loss > mean + max_loss_rise:
             return False
-        self.running_loss = RUNNING_LOSS_DECAY * mean + (1 - RUNNING_LOSS_DECAY) * loss
+        self.running_loss = _RUNNING_LOSS_DECAY * mean + (1 - _RUNNING_LOSS_DECAY) * loss
         self.recent_losses = [*self.recent_losses, loss][-RECENT_STEPS:]
         return True
 
