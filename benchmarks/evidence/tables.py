@@ -239,7 +239,13 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     notes = [_correct_claims(setting, estimates) for setting, estimates in tested.items()]
     if pending:
         notes.append(f"Not run yet: {'; '.join(pending)}.")
-    return "\n\n".join([markdown_table(columns, rows, texts=columns), *filter(None, notes)])
+    of_ours = [row for row in rows if row["source"].startswith("ours")]
+    of_papers = [row for row in rows if row not in of_ours]
+    texts = [markdown_table(columns, of_papers, texts=columns)]
+    if of_ours:
+        columns = tuple(name for name in columns if name != "paper")
+        texts += ["Claims of ours:", markdown_table(columns, of_ours, texts=columns)]
+    return "\n\n".join([*texts, *filter(None, notes)])
 
 
 def _test_claim(
