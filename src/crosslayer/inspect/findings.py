@@ -16,11 +16,11 @@ from ..connection import SPLIT_PORT_NAMES
 from .unfolding import UnfoldedMap
 
 # A weight counts as absent below this share of the mean weight of its row or column.
-_ABSENT_SHARE = 0.1
+ABSENT_SHARE = 0.1
 # A weight is long-term where more layers than this lie from the source to the input.
-_NEAR_LAYERS = 1
+NEAR_LAYERS = 1
 # Rows with fewer sources have no bottom, middle and end.
-_MIN_SOURCES = 8
+MIN_SOURCES = 8
 
 
 @dataclass
@@ -29,20 +29,20 @@ class MapFindings:
 
     Attributes:
         lambda_score: the mean weight of the first and the last quarter of sources over that of the
-            half between, averaged over the inputs with at least `_MIN_SOURCES` sources. 1 for
+            half between, averaged over the inputs with at least `MIN_SOURCES` sources. 1 for
             pre-norm; above 1, near and bottom layers are preferred (the Λ shape). NaN where the
             model has no such input.
         embedding_in_readout: the weight of the embedding in the readout over the mean weight there.
         parallel_pairs: pairs of sub-layers of which the second hardly reads the first
-            (c_{k,k−1} below `_ABSENT_SHARE` of its row's mean), so that they could run in parallel.
+            (c_{k,k−1} below `ABSENT_SHARE` of its row's mean), so that they could run in parallel.
         attention_share: the part of all weights on sources that is on attentions' outputs.
         attention_reach: the mean long-term weight of attentions' outputs over that of MLPs': 1 for
             pre-norm, below 1 where attentions have fewer long-term connections. NaN without such
             inputs, and in parallel blocks.
         wasted: sub-layers whose output reaches no input (its column's maximum is below
-            `_ABSENT_SHARE` of the median of the columns' maxima).
+            `ABSENT_SHARE` of the median of the columns' maxima).
         opposite_signs: sources that two streams carry with opposite signs at some site, both
-            weights at least `_ABSENT_SHARE` of the site's largest. With the pair of streams whose
+            weights at least `ABSENT_SHARE` of the site's largest. With the pair of streams whose
             smaller weight is the largest, like "0.mlp (streams 1, 3)".
     """
 
@@ -101,7 +101,7 @@ def _is_input_of(label: str, site: str) -> bool:
 def _lambda_score(rows: list[Tensor]) -> float:
     scores = []
     for row in rows:
-        if len(row) < _MIN_SOURCES:
+        if len(row) < MIN_SOURCES:
             continue
         quarter = len(row) // 4
         ends = torch.cat([row[:quarter], row[-quarter:]]).mean()
@@ -110,7 +110,7 @@ def _lambda_score(rows: list[Tensor]) -> float:
 
 
 def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
-    """Mean |c_kj| of attentions over that of MLPs, more than `_NEAR_LAYERS` layers apart."""
+    """Mean |c_kj| of attentions over that of MLPs, more than `NEAR_LAYERS` layers apart."""
     source_layers = [_layer_of(label) for label in unfolded.sources]
     readout = max(source_layers) + 1
     by_kind: dict[str, list[Tensor]] = {"attn": [], "mlp": []}
@@ -118,7 +118,7 @@ def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
         layer = readout if label == "readout" else _layer_of(label)
         for number, source in enumerate(unfolded.sources):
             kind = source.partition(".")[2]
-            if kind in by_kind and layer - source_layers[number] > _NEAR_LAYERS:
+            if kind in by_kind and layer - source_layers[number] > NEAR_LAYERS:
                 by_kind[kind].append(row[number])
     if not by_kind["attn"] or not by_kind["mlp"]:
         return float("nan")
@@ -136,14 +136,14 @@ def _layer_of(label: str) -> int:
 def _parallel_pairs(rows: list[Tensor], unfolded: UnfoldedMap) -> list[tuple[str, str]]:
     pairs = []
     for label, row in zip(unfolded.inputs, rows, strict=True):
-        if 2 <= len(row) < len(unfolded.sources) and row[-1] < _ABSENT_SHARE * row.mean():
+        if 2 <= len(row) < len(unfolded.sources) and row[-1] < ABSENT_SHARE * row.mean():
             pairs.append((unfolded.sources[len(row) - 1], label))
     return pairs
 
 
 def _wasted_sources(weights: Tensor, sources: list[str]) -> list[str]:
     largest = weights.amax(0)
-    limit = _ABSENT_SHARE * largest[1:].median()
+    limit = ABSENT_SHARE * largest[1:].median()
     return [name for name, weight in zip(sources[1:], largest[1:], strict=True) if weight < limit]
 
 
@@ -151,7 +151,7 @@ def _opposite_signs(unfolded: UnfoldedMap) -> list[str]:
     strongest = torch.zeros(len(unfolded.sources), dtype=torch.float64)
     found: dict[int, str] = {}
     for streams in unfolded.stream_means:  # [streams sources]
-        limit = _ABSENT_SHARE * streams.abs().max()
+        limit = ABSENT_SHARE * streams.abs().max()
         highest, positive = streams.max(0)
         lowest, negative = streams.min(0)
         strength = torch.minimum(highest, -lowest)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .moments import RunningMoments, TokenSample
 from .observation import SiteVisit
 
-_GATE_BINS = 100
+GATE_BINS = 100
 # Quantiles and histograms are of at most this many tokens and values, all other numbers of all.
 SAMPLED_TOKENS = 16_384
 SAMPLED_VALUES = 2**20
@@ -35,7 +35,7 @@ class GateStatistics:
         whiskers: the smallest and the largest value within 1.5 interquartile ranges of the box, as
             in Tukey's box plots. Values beyond are outliers.
         edges: of the bins, the same for all gates of a model: from 0 to 1 where all lie there, else
-            from the smallest to the largest. [`_GATE_BINS` + 1]
+            from the smallest to the largest. [`GATE_BINS` + 1]
         counts: of sampled values in each bin.
     """
 
@@ -58,7 +58,7 @@ def share_bins(gates: Sequence[GateStatistics]) -> list[GateStatistics]:
     """
     low = min(gate.edges[0].item() for gate in gates)
     high = max(gate.edges[-1].item() for gate in gates)
-    edges = torch.linspace(low, high, _GATE_BINS + 1, dtype=torch.float64)
+    edges = torch.linspace(low, high, GATE_BINS + 1, dtype=torch.float64)
     shared = []
     for gate in gates:
         below = np.concatenate([[0.0], gate.counts.double().cumsum(0).numpy()])
@@ -130,5 +130,5 @@ class GateRecorder:
         elif low == high:  # bins need an interval that is not empty
             low = low - 0.5
             high = high + 0.5
-        edges = torch.linspace(low, high, _GATE_BINS + 1, dtype=torch.float64)
+        edges = torch.linspace(low, high, GATE_BINS + 1, dtype=torch.float64)
         return {label: record.statistics(edges) for label, record in self._records.items()}
