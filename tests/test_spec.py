@@ -165,8 +165,6 @@ def test_bad_keywords():
         ("mudd(period=1.5)", "period must be a whole number or one of 'last', got 1.5"),
         ("hyper(dynamic=False, tanh=False)", "tanh=False and dynamic=False exclude each other"),
         ("hyper(dynamic=False, stats='rmsnorm')", "stats='rmsnorm' and dynamic=False exclude"),
-        ("hyper(dynamic=False, eps=1e-3)", "eps would change nothing"),
-        ("mudd(dynamic=False, eps=1e-3)", "eps would change nothing"),
         ("frac(dynamic=False, tanh=False)", "tanh would change nothing"),
         ("hyper(streams=1, matrix=[[5, 1], [1, 1]])", "first number of matrix must be 0, .* got 5"),
         ("mudd(dynamic=False, gelu='tanh')", "gelu='tanh' and dynamic=False exclude each other"),

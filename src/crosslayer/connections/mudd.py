@@ -29,7 +29,7 @@ and n_post's D, or C·D with "every way".
 Traffic: (l + 7)D elements per token after block l; (3l + 7)D backward.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -160,9 +160,7 @@ class Mudd(FusedNormConnection[History]):
             check_positive(window=window)
         check_non_negative(eps=eps)
         if not dynamic:
-            idle: dict[str, Any] = {"round64": round64, "expand_last": expand_last, "gelu": gelu}
-            if not normed:
-                idle["eps"] = eps
+            idle = {"round64": round64, "expand_last": expand_last, "gelu": gelu}
             check_idle_options(Mudd, "dynamic=False", **idle)
         form = _NORMED_FORMS[normed]
         _check_all_blocks_are_normed(site, ways, normed, dilation, period)
