@@ -11,10 +11,10 @@
 
 The autograd graph is that of the plain loop. With "streams" every gradient is bitwise identical
 too. A sub-layer may be checkpointed; a block that contains reads may not. A pipeline stage sends
-`traced.state`, and the next stage starts from it as a saved state. Under `torch.func` and
-forward-mode AD nothing is recomputed: these have no hooks on saved tensors, and `functional_call`
-takes its parameters away after the forward pass. What autograd would refuse, a parameter or a saved
-tensor that is changed before the backward pass, is an error here too.
+the `state` of its `TracedState`, and the next stage starts from it as a saved state. Under
+`torch.func` and forward-mode AD nothing is recomputed: these have no hooks on saved tensors, and
+`functional_call` takes its parameters away after the forward pass. What autograd would refuse, a
+parameter or a saved tensor that is changed before the backward pass, is an error here too.
 """
 
 import reprlib

@@ -49,7 +49,7 @@ def planted(tmp_path_factory):
         take_over(write_results(folder / name, arms, seeds), folder / "docs")
     unscaled = {"family": "llama", "model_config": {}, "lr": 2e-3}
     take_over(
-        write_results(folder / "unscaled embeddings", ["prenorm", "mudd"], **unscaled),
+        write_results(folder / "embeddings × 1", ["prenorm", "mudd"], **unscaled),
         folder / "docs",
     )
     smaller = {"layers": 6, "dim": 96, "steps": 140}
@@ -247,7 +247,7 @@ def test_pre_norm_with_more_seeds_is_compared_whole(tmp_path):
 
 
 def test_claims_without_a_result_are_in_a_list(planted):
-    """A claim whose study is not planned with unscaled embeddings is not called missing there."""
+    """A claim whose study is not planned with embeddings × 1 is not called missing there."""
     experts = "The gain of MUDD is larger with experts"
     table, missing = claims_table(planted).rsplit("\n\n", 1)
     assert missing.startswith("Not run yet: ") and "; Re-allocation helps MUDD;" in missing

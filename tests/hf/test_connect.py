@@ -486,6 +486,24 @@ def test_an_epsilon_beside_small_embeddings():
         assert 0 < (logits - expected).std() / expected.std() < most
 
 
+@torch.no_grad()
+def test_a_bfloat16_model_changes_by_its_rounding():
+    """As docs/concepts.md says. The tolerance is twice the model's own error in bfloat16."""
+    exact = llama()
+    torch.manual_seed(0)
+    for parameter in exact.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    plain = copy.deepcopy(exact).bfloat16()
+    expected = plain(ids()).logits.float()
+    rounding = (expected - exact(ids()).logits).abs().max()
+    changes = {}
+    for spec in ("mudd", "denseformer", "mhc", "attnres", "altup"):
+        logits = crosslayer.connect(copy.deepcopy(plain), spec)(ids()).logits.float()
+        changes[spec] = (logits - expected).abs().max()
+    assert changes["mudd"] == changes["denseformer"] == 0
+    assert 0 < max(changes.values()) < 2 * rounding
+
+
 def test_a_spec_object_connects_like_its_string():
     spec = crosslayer.make("mudd", dilation=2)
     model = crosslayer.connect(llama(), spec)

@@ -290,7 +290,7 @@ def test_a_checksum_is_that_of_a_whole_file(tmp_path):
 
 
 def test_out_of_memory_is_no_damage(text, left, monkeypatch):
-    """torch wraps what the reading of a checkpoint raises."""
+    """torch wraps what the reading and the writing of a checkpoint raise."""
 
     def fail(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

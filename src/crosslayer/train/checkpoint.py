@@ -103,9 +103,7 @@ class Checkpoints:
         except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
             if self.fabric.is_global_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
-            cause = _cause_of(failure)
-            if isinstance(cause, Exception) and is_out_of_memory(cause):
-                raise cause from None
+            _raise_full_memory(failure)
             newest = self.newest()
             remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
             raise OSError(
@@ -169,9 +167,7 @@ class Checkpoints:
                     no_dist=self.fabric.world_size == 1,
                 )
         except (Exception, dcp.api.CheckpointException) as error:  # pickle raises any class
-            cause = _cause_of(error)
-            if isinstance(cause, Exception) and is_out_of_memory(cause):
-                raise cause from None
+            _raise_full_memory(error)
             raise ValueError(
                 f"{path}: cannot be read ({_describe_cause(error)}){self._remedy(path)}"
             ) from None
@@ -338,6 +334,13 @@ def _cause_of(error: BaseException) -> BaseException:
     failures = getattr(error, "failures", None)
     cause: BaseException = next(iter(failures.values()))[0] if failures else error
     return cause
+
+
+def _raise_full_memory(error: BaseException) -> None:
+    """Raise what torch has wrapped, where the memory was full: the checkpoint is not damaged."""
+    cause = _cause_of(error)
+    if isinstance(cause, Exception) and is_out_of_memory(cause):
+        raise cause from None
 
 
 def _describe_cause(error: BaseException) -> str:
