@@ -298,14 +298,18 @@ def test_router_logits(family):
     assert out.aux_loss > 0
 
 
+def check_attention(family: str, implementation: str) -> None:
+    model = connected(family, "mudd", attn_implementation="eager")
+    expected = output(model, family)
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(output(model, family), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", [f for f in RECORDING if f != "gemma2"])
 @torch.no_grad()
 def test_sdpa(family):
     """Not gemma2, whose soft-capped scores sdpa does not have."""
-    model = connected(family, "mudd", attn_implementation="eager")
-    expected = output(model, family)
-    model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(output(model, family), expected, rtol=1e-4, atol=1e-4)
+    check_attention(family, "sdpa")
 
 
 @pytest.mark.slow  # flex_attention is compiled.
@@ -314,7 +318,4 @@ def test_sdpa(family):
 @torch.no_grad()
 def test_flex_attention(family):
     """Of projections of their own for q, k and v, and of one for all three."""
-    model = connected(family, "mudd", attn_implementation="eager")
-    expected = output(model, family)
-    model.set_attn_implementation("flex_attention")
-    torch.testing.assert_close(output(model, family), expected, rtol=1e-4, atol=1e-4)
+    check_attention(family, "flex_attention")

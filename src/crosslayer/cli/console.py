@@ -57,6 +57,12 @@ def make_progress(console: Any, *columns: Any, **options: Any) -> Any:
     return Progress(name, *columns, console=console, refresh_per_second=4, **options)
 
 
+def _stop_progress(progress: Any) -> None:
+    # rich 14 and earlier end bars that are disabled with an empty line too
+    if not progress.disable:
+        progress.stop()
+
+
 class ProgressBars:
     """The progress of runs, on rank 0 alone: bars, or in a log file a line for each evaluation and
     for the first step.
@@ -89,9 +95,8 @@ class ProgressBars:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        # rich 14 and earlier end bars that are disabled with an empty line too
-        if self._bars and not self._progress.disable:
-            self._progress.stop()
+        if self._bars:
+            _stop_progress(self._progress)
 
     @property
     def have_shown(self) -> bool:
@@ -164,9 +169,7 @@ class InspectionBar:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        # rich 14 and earlier end bars that are disabled with an empty line too
-        if not self._progress.disable:
-            self._progress.stop()
+        _stop_progress(self._progress)
 
     def show_step(self, name: str, step: str, done: int, total: int) -> None:
         """Show that a step of the model called `name` has done so many of its batches."""

@@ -29,7 +29,7 @@ from .families import (
     ReturnedArgument,
     UnreadValue,
 )
-from .shadow import FIRST_TRIAL, MOST_OUTPUTS, OtherOutput, Trial
+from .shadow import FIRST_VALUES, MOST_OUTPUTS, OtherOutput, ShadowValues
 from .shadow_runs import SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
@@ -82,11 +82,11 @@ class _Recorder:
     parameters: dict[str, Tensor | None]
     unpacked: str
 
-    def __init__(self, width: int, trial: Trial):
+    def __init__(self, width: int, values: ShadowValues):
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
-        self.shape = trial.shape
-        self.size = trial.stream_size
+        self.shape = values.shape
+        self.size = values.stream_size
         self.calls: list[TracedCall] = []
         # Flat. Zeros stand for an output times a single number.
         self.vectors: list[numpy.ndarray] = []
@@ -233,13 +233,13 @@ def record_run(
     opened: Collection[str],
     lengths: dict[str, int],
     arguments: dict[str, Any],
-    trial: Trial = FIRST_TRIAL,
+    values: ShadowValues = FIRST_VALUES,
     training: bool = False,
 ) -> LayerTrace:
     """Run a layer's shadow once, and decompose what its modules get and what it returns.
 
     Args:
-        layer, arguments, lengths, opened, trial, training: as in `run_layer_shadow`. `lengths` is
+        layer, arguments, lengths, opened, values, training: as in `run_layer_shadow`. `lengths` is
             shared by all runs of the layer.
         width: of its stream.
 
@@ -248,11 +248,11 @@ def record_run(
     """
     recorder, output = run_layer_shadow(
         layer,
-        lambda: _Recorder(width, trial),
+        lambda: _Recorder(width, values),
         arguments,
         lengths,
         opened,
-        trial,
+        values,
         training,
     )
     extras: tuple[LayerExtra, ...] | None = None

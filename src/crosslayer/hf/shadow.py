@@ -40,8 +40,8 @@ class Observer(FunctionObserver, Protocol):
         """
 
 
-class Trial(NamedTuple):
-    """One set of values with which a layer's forward runs."""
+class ShadowValues(NamedTuple):
+    """The values with which a shadow of a layer runs."""
 
     shape: tuple[int, int] = (1, 2)  # sequences, tokens
     stream_size: float = 1.0  # of the stream and of what modules return
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     parameter_factor: float | None = None
 
 
-FIRST_TRIAL = Trial()
+FIRST_VALUES = ShadowValues()
 
 
 class OtherOutput:
@@ -141,7 +141,7 @@ def make_layer_shadow(
     observer: Observer,
     lengths: dict[str, int],
     opened: Collection[str],
-    trial: Trial = FIRST_TRIAL,
+    values: ShadowValues = FIRST_VALUES,
     training: bool = False,
 ) -> Any:
     """A layer of the same class with stand-ins for its modules, except for those that are opened.
@@ -154,7 +154,7 @@ def make_layer_shadow(
         observer: answers the calls of the stand-ins.
         lengths: into how many names a stand-in's output is unpacked, by path; any other has
             `MOST_OUTPUTS`.
-        opened, trial, training: as in `run_layer_shadow`.
+        opened, values, training: as in `run_layer_shadow`.
     """
 
     def treat(path: str, child: nn.Module) -> Treatment:
@@ -163,12 +163,12 @@ def make_layer_shadow(
 
     shared = {"observer": observer, "lengths": lengths, "training": training}
     shadow = _make_shadow(layer, treat, shared)
-    # The same signs in all trials that have any, so that the sign of the factor decides.
-    generator = torch.Generator().manual_seed(0 if trial.parameter_factor is None else 1)
+    # The same signs wherever there are any, so that the sign of the factor decides.
+    generator = torch.Generator().manual_seed(0 if values.parameter_factor is None else 1)
     for copy in shadow.modules():
         if not isinstance(copy, StandIn):
             copy.training = training
-            _randomise(copy, generator, trial.parameter_factor)
+            _randomise(copy, generator, values.parameter_factor)
     return shadow
 
 

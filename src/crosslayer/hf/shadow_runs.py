@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..class_swap import original_class
 from .arguments import COMPUTES_WITH_ARGUMENTS, LayerArgument, LayerSwitch
 from .function_calls import FunctionMode
-from .shadow import FIRST_TRIAL, OtherOutput, Trial, make_backbone_shadow, make_layer_shadow
+from .shadow import FIRST_VALUES, OtherOutput, ShadowValues, make_backbone_shadow, make_layer_shadow
 
 
 class ChangedStreamError(ValueError):
@@ -58,7 +58,7 @@ def run_layer_shadow(
     arguments: Mapping[str, Any],
     lengths: dict[str, int],
     opened: Collection[str],
-    trial: Trial = FIRST_TRIAL,
+    values: ShadowValues = FIRST_VALUES,
     training: bool = False,
 ) -> tuple[Any, Any]:
     """Run a layer's forward with stand-ins for its modules, on the observer's `stream`.
@@ -71,7 +71,7 @@ def run_layer_shadow(
         lengths: into how many names stand-ins' outputs are unpacked, by path. A run adds what it
             finds, so the next one with the same dict need not be run again.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
-        trial: says what values parameters and buffers have.
+        values: those of the stream, and of parameters and buffers.
         training: as in `nn.Module`, of the layer and of those opened.
 
     Returns:
@@ -88,7 +88,7 @@ def run_layer_shadow(
         _check_attributes(attributes, _attributes(shadow))
         return output
 
-    make = partial(make_layer_shadow, layer, opened=opened, trial=trial, training=training)
+    make = partial(make_layer_shadow, layer, opened=opened, values=values, training=training)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         return _run_until_unpacked(layer, make, make_observer, run, lengths, training)
 

@@ -20,13 +20,13 @@ from ..module_lists import has_children
 from .arguments import argument_parameters, layer_arguments, other_arguments, second_streams
 from .families import ReturnedArgument, UnreadValue
 from .recorder import LayerTrace, record_run, same_sum
-from .shadow import Trial
+from .shadow import ShadowValues
 from .shadow_runs import SeveralStreamsError
 
 # What a layer does depends neither on lengths nor on sizes or signs. OPT flattens its sequences, so
 # there is one.
-_OTHER_TRIALS = (Trial((1, 5), 1e3, 0.01), Trial((1, 5), 1e3, -100.0))
-_OF_ONE_TOKEN = Trial((1, 1), 1.0, -100.0)
+_OTHER_VALUES = (ShadowValues((1, 5), 1e3, 0.01), ShadowValues((1, 5), 1e3, -100.0))
+_OF_ONE_TOKEN = ShadowValues((1, 1), 1.0, -100.0)
 
 
 def trace_layer(
@@ -67,14 +67,14 @@ def trace_layer(
     if read_streams:
         given |= read_streams
         trace = trace_once(given)
-    trials = [*_OTHER_TRIALS]
+    value_sets = [*_OTHER_VALUES]
     # `is_causal=length > 1` is another value where a token is decoded. One token of few channels
     # is too little to tell many outputs apart, so it is tried only where there is such a value.
     arguments = [value for call in trace.calls for value in call.arguments.values()]
     if any(isinstance(value, bool | int | float | str) for value in arguments):
-        trials.append(_OF_ONE_TOKEN)
-    for trial in trials:
-        _check_other_values(layer, partial(trace_once, given), trace, trial)
+        value_sets.append(_OF_ONE_TOKEN)
+    for values in value_sets:
+        _check_other_values(layer, partial(trace_once, given), trace, values)
     _check_training(layer, partial(trace_once, given), trace)
     unread_values = (*unread_streams, *_unread_values(layer, trace_once, trace, given))
     return trace._replace(unread_values=unread_values)
@@ -175,13 +175,13 @@ def _same_arguments(
 
 
 def _check_other_values(
-    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace, trial: Trial
+    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace, values: ShadowValues
 ) -> None:
     """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
     length of the sequence.
     """
     try:
-        other = trace_once(trial=trial)
+        other = trace_once(values=values)
         is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, {})
     except ValueError:
         is_same = False

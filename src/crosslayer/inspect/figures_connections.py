@@ -93,7 +93,7 @@ def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = No
     axes.figure.colorbar(image, ax=axes, shrink=0.85, label="angular distance, of π")
 
 
-def distances_ahead(distances: DepthDistances, stream: int | None = None) -> Tensor:
+def distances_ahead(distances: DepthDistances, stream: int | None) -> Tensor:
     """The distance between block ℓ and the n-th after it, [n − 1, ℓ]; NaN where there is none."""
     values = distances.angular if stream is None else distances.streams[stream]
     chosen = [place for place, opens in enumerate(distances.opens_layer) if opens]
