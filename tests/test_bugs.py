@@ -161,9 +161,9 @@ def attnres_norm_has_another_eps(patch):
 def mgr_gate_norm_has_another_eps(patch):
     right = mgr.gate_pool
 
-    def gate_pool(S, y, beta, pool, score, norm):
-        S, h, q = right(S, y, beta, pool, score)
-        return S, h, q if score is None else depth_scores(S, score, eps=1e-5)
+    def gate_pool(S, y, beta, pool_query, gate_query, norm):
+        S, h, scores = right(S, y, beta, pool_query, gate_query)
+        return S, h, scores if gate_query is None else depth_scores(S, gate_query, eps=1e-5)
 
     patch.setattr(mgr, "gate_pool", gate_pool)
 
@@ -176,8 +176,8 @@ def mudd_norm_has_another_eps(patch):
 
 @bug(golden=golden_hyper, loop=loop_hyper)
 def hyper_layernorm_has_another_eps(patch):
-    statistics = hyper.STREAM_STATISTICS["layernorm"]._replace(eps=1e-6)
-    patch.setitem(hyper.STREAM_STATISTICS, "layernorm", statistics)
+    stream_norm = hyper.STREAM_NORMS["layernorm"]._replace(eps=1e-6)
+    patch.setitem(hyper.STREAM_NORMS, "layernorm", stream_norm)
 
 
 @bug(

@@ -18,7 +18,7 @@ import crosslayer
 from crosslayer import methods
 from crosslayer.cli.main import main
 from crosslayer.connection import assign_normal, assign_value, float32_parameter
-from crosslayer.connections.prenorm import PreNorm, Stream
+from crosslayer.connections.prenorm import PreNorm, SingleStream
 from crosslayer.method_checks import first_tensor
 from crosslayer.testing.tiny_model import tiny_gpt, token_ids
 from crosslayer.train.method_code import code_digest
@@ -383,7 +383,7 @@ class WithUnknownAnnotation(PreNorm):
         (
             reading(lambda self, state: (state.h, state)),
             TypeError,
-            r"must return a tuple of inputs and .*, got \(Tensor, Stream\)",
+            r"must return a tuple of inputs and .*, got \(Tensor, SingleStream\)",
         ),
         (
             reading(lambda self, state: ((state.h,), None)),
@@ -399,7 +399,7 @@ class WithUnknownAnnotation(PreNorm):
         (
             reading(lambda self, state: (state, (state.h,))),
             TypeError,
-            r"got \(Stream, \(Tensor\)\)",
+            r"got \(SingleStream, \(Tensor\)\)",
         ),
         (
             reading(lambda self, state: ((state.h, state.h), state)),
@@ -407,7 +407,7 @@ class WithUnknownAnnotation(PreNorm):
             "must return one input for all ports, or one for each of attn, got 2",
         ),
         (
-            reading(lambda self, state: ((state.h.mean(1, keepdim=True),), Stream(state.h))),
+            reading(lambda self, state: ((state.h.mean(1, keepdim=True),), SingleStream(state.h))),
             ValueError,
             r"inputs of the stream's shape, \[1 3 4\], got \[1 1 4\]",
         ),
@@ -427,9 +427,9 @@ class WithUnknownAnnotation(PreNorm):
             "the field 'gain' of its state is a int; a state contains tensors, tuples of them",
         ),
         (
-            reading(PreNorm.mix_inputs, lambda self, x: Stream(None)),
+            reading(PreNorm.mix_inputs, lambda self, x: SingleStream(None)),
             TypeError,
-            "its state Stream must begin with a tensor, got NoneType",
+            "its state SingleStream must begin with a tensor, got NoneType",
         ),
     ],
 )
@@ -619,5 +619,8 @@ def test_random_values_of_sites_and_seeds_are_independent():
             with torch.no_grad():
                 assign_normal(again, 1.0, site)
             assert torch.equal(weight, again)
+            with torch.no_grad():
+                assign_normal(again, 1.0, site, "another parameter")
+            assert not torch.equal(weight, again)
     first = {weight[0, 0].item() for weight in values.values()}
     assert len(first) == len(values)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.connection import find_connections
-from crosslayer.connections.prenorm import PreNorm, Stream
+from crosslayer.connections.prenorm import PreNorm, SingleStream
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.ops import dispatch
 from crosslayer.recompute import enable_recompute, recompute_inputs, saved_layers_log2
@@ -413,7 +413,7 @@ class TwoParts(PreNorm):
 
     def mix_inputs(self, state):
         h = state.h if state.y is None else state.h + state.y
-        return torch.stack([h, 2 * h][: len(self.ports)]).unbind(), Stream(h)
+        return torch.stack([h, 2 * h][: len(self.ports)]).unbind(), SingleStream(h)
 
 
 def test_inputs_that_are_parts_of_one_tensor_are_told_apart():

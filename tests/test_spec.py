@@ -392,7 +392,8 @@ def test_read_takes_a_state_of_its_method(name):
         build(name).write(None, torch.zeros(2, 3, 8))
     sites = [build("hyper", index).half() for index in range(7)]  # their op applies the norms
     enable_recompute(sites, "streams")
-    with pytest.raises(TypeError, match=r"^hyper takes a state, a Streams, got a Stream; start"):
+    message = r"^hyper takes a state, a Streams, got a SingleStream; start"
+    with pytest.raises(TypeError, match=message):
         sites[0].read(build("prenorm").init(torch.zeros(2, 3, 8).half()))
 
 

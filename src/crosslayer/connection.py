@@ -39,8 +39,8 @@ from .method_checks import (
 from .mixing import MixingWeights
 from .validation import check_option_type, check_positive, format_shape
 
-# A state is a NamedTuple of tensors, tuples and None. Its first element is a tensor, or a tuple
-# that begins with one. Only the method that made it looks inside.
+# A state is a NamedTuple of tensors, tuples and None. Flattened, it begins with a tensor. Only the
+# method that made it looks inside.
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
@@ -51,7 +51,7 @@ SPLIT_PORT_NAMES = frozenset(port for ports in SPLIT_PORTS.values() for port in 
 # inputs and the readout. "Up to scale of readout": it multiplies the readout alone. Norms remove
 # such factors, so a model without norms there computes something else.
 PrenormFunction = Literal[
-    "bitwise prenorm",  # the first input and every write are exactly those of pre-norm
+    "bitwise prenorm",  # every input and the readout are those of pre-norm, bit by bit
     "prenorm",  # up to the eps of the norms
     "prenorm up to scales",
     "prenorm up to scale of readout",
@@ -69,7 +69,8 @@ class Site:
         layer: the Transformer layer it belongs to; `layers` at the readout.
         ports: ("attn",), ("mlp",), ("attn", "mlp") in a parallel block, or ("out",). In an
             attention's place may be a "latent_attn", which projects k and v from one latent (MLA),
-            or a "mixer", which has one input for all of q, k and v.
+            or a "mixer", which has one input: a Mamba layer, or an attention whose q, k and v
+            `connect` cannot separate.
         opens_layer: whether it is the first site of its layer.
         layers: the number of layers.
         depth: the index of the readout, which is the number of sub-layers.
@@ -164,10 +165,11 @@ class Connection(Float32Parameters, Generic[StateT]):
         norm: takes the name of a port and returns its norm: a new module, or a reference to a norm
             of the model that is connected, the host.
         ports: names of the sub-layer's inputs; `site.ports` unless the method feeds q, k and v
-            separately. Then those of `SPLIT_PORTS` stand in place of the attention's port.
+            separately. Then those of `SPLIT_PORTS` stand in place of the attention's port. A
+            readout may have any, with a norm each.
 
     Attributes:
-        name: the name that `make` knows, which is the name of the file in `connections/`.
+        name: the name that `make` knows. Of crosslayer's own methods it is the name of the file.
         initial_function: what a model computes at initialisation, with the default options: a value
             of `InitialFunction`. An instance whose options change that sets another.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
@@ -377,8 +379,8 @@ class Connection(Float32Parameters, Generic[StateT]):
         y are read, the stream and the normed inputs are written.
         """
         if self.site.index == 0:  # The embedding is in memory already, and no write is pending.
-            return 1 + len(self.site.ports)
-        return (2 if self.is_readout else 3) + len(self.site.ports)
+            return 1 + len(self.ports)
+        return (2 if self.is_readout else 3) + len(self.ports)
 
     def backward_memory_traffic(self) -> float:
         """The least that the backward pass of this site's `read` moves, as `memory_traffic` counts.
@@ -510,15 +512,22 @@ def assign_value(parameter: Any, value: Tensor | list[Any] | float) -> None:
 
 
 @torch.no_grad()
-def assign_normal(parameter: Tensor, std: float, site: Site) -> None:
-    """Fill with N(0, std²), seeded by torch's seed and the site.
+def assign_normal(parameter: Tensor, std: float, site: Site, name: str = "") -> None:
+    """Fill with N(0, std²), seeded by torch's seed, the site and the name.
 
     The global random state does not change.
+
+    Args:
+        parameter: of any device; nothing happens on the meta device.
+        std: the standard deviation.
+        site: the site of the parameter's connection.
+        name: tells apart the parameters of one site, which would get equal numbers otherwise.
     """
     if parameter.is_meta:
         return
     # a digest, not a sum: site 2 with seed 0 is not site 0 with seed 2
-    digest = hashlib.sha256(f"{torch.initial_seed()} {site.index}".encode()).digest()
+    seeded_by = f"{torch.initial_seed()} {site.index} {name}".rstrip()
+    digest = hashlib.sha256(seeded_by.encode()).digest()
     seed = int.from_bytes(digest[:8], "little", signed=True)
     generator = torch.Generator(parameter.device).manual_seed(seed)
     value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -40,8 +40,8 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     def fused_read(
         self, state: StateT, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], StateT]:
-        """`mix_inputs`, with `norms` applied to the inputs: one for each port, or none at all."""
-        raise NotImplementedError
+        """`mix_inputs`, with norms applied: one for each input that it returns, or none at all."""
+        raise NotImplementedError(f"{type(self).__name__} needs fused_read")
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         return self.fused_read(state, ())

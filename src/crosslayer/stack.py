@@ -21,15 +21,16 @@ class Stack(nn.Module):
     Args:
         spec: like "mudd(dilation=2)", or what `make` returns.
         sublayers: attention and MLP modules in the order of depth: attention, MLP, attention, MLP,
-            … An MLP is called with one [B T D]. An attention is called with three, for q, k and v,
-            where the method feeds them separately (`mudd`), otherwise with one. Each returns
-            [B T D]. The connections own the norms, so sub-layers have no norm before them and add
-            no residual.
+            … An MLP is called with one [B T D], and an attention with one, or with three, for q, k
+            and v, at the sites where the method mixes them separately. `mudd` does so after the
+            first layer, so give k and v defaults. Each returns [B T D]. The connections own the
+            norms, so sub-layers have no norm before them and add no residual.
         dim: D, the width.
-        norm: takes the width and returns a norm, like `nn.RMSNorm` or `nn.LayerNorm`. Called once
-            for each input of each sub-layer, and for the final norm.
-        parallel: every sub-layer is a parallel block, called with the inputs of its attention and
-            of its MLP.
+        norm: takes the width and returns a norm, like `nn.RMSNorm` or `nn.LayerNorm`, unlike the
+            `norm` of a spec, which takes a port. Called once for each input of each sub-layer, and
+            for each norm of the readout: one, or two with `resi_dual`.
+        parallel: every sub-layer is a parallel block, called with the inputs of its attention, one
+            or three, and then with that of its MLP: `forward(self, *inputs)`.
         recompute: None, "streams" or "inversion": recompute states in the backward pass (see
             `crosslayer.recompute`).
 

@@ -354,7 +354,7 @@ def mudd(options: MuddOptions) -> Loop:
         X, P = [x], []
         S = dict.fromkeys("qkvr", x)
         if options.normed in (True, "pre", "every way"):
-            P = [rms(x, options.eps) * net.sites[0].pre]
+            P = [rms(x, options.eps) * net.sites[0].source_norm_weight]
         for l in range(1, L + 1):
             site = (l - 1) * per
             attention = (
@@ -390,14 +390,14 @@ def aggregated(
     norms_sources = options.normed in (True, "pre", "every way")
     adds_block = options.normed in (True, "post", "every way")
     if norms_sources and sources:
-        P.append(rms(X[l], options.eps) * site.pre)
+        P.append(rms(X[l], options.eps) * site.source_norm_weight)
     S = dict.fromkeys("qkvr", X[l])
     if not sources:
         assert site.a is None and site.W1 is None
         return S
     N = rms(X[l], options.eps)
     if norms_sources and options.dynamic:
-        N = N * site.weigh
+        N = N * site.generator_norm_weight
     for c, group in enumerate(groups):
         mixed = 0
         for j, source in enumerate(sources):
@@ -407,10 +407,10 @@ def aggregated(
                 weight = weight + dot(hidden, site.W2[:, c * len(sources) + j])
             mixed = mixed + weight * (P if norms_sources else X)[source]
         if options.normed == "every way":
-            mixed = rms(mixed, options.eps) * site.post[c]
+            mixed = rms(mixed, options.eps) * site.post_norm_weight[c]
         S |= dict.fromkeys(group, X[l] + mixed if adds_block else mixed)
         if options.normed in (True, "post") and "r" in group:  # the authors norm r alone
-            S["r"] = X[l] + rms(mixed, options.eps) * site.post
+            S["r"] = X[l] + rms(mixed, options.eps) * site.post_norm_weight
     return S
 
 
@@ -1121,7 +1121,7 @@ def test_initial_values_of_the_papers():
     assert hyper.dynamic_beta_scale.tolist() == pytest.approx([0.01])
     mudd = crosslayer.make("mudd(normed=True)")(site, 256, norm)
     assert mudd.W1.std().item() == pytest.approx(256**-0.5, rel=0.1)
-    assert mudd.post.tolist() == pytest.approx([1e-3] * 256)
+    assert mudd.post_norm_weight.tolist() == pytest.approx([1e-3] * 256)
 
 
 @pytest.mark.parametrize("spec", ["denseformer", "mudd"])

@@ -427,6 +427,9 @@ def test_backward_traffic_of_dense_sources():
     assert backward_traffic("mudd", 4) == [2, 4, 10, 4, 13, 4, 16, 4, 11]  # 3l + 7
     assert backward_traffic("attnres", 3) == [2, 7, 10, 13, 16, 19, 15]  # 3k + 4
     assert backward_traffic("hyper", 1) == [9, 15, 9]
+    # 3m + 1 while m streams are appended, then 3n + 3, and 1.5 times (n + 2) at the readout
+    assert backward_traffic("mgr(streams=3)", 2) == [2, 7, 10, 12, 7.5]
+    assert backward_traffic("mgr(streams=8)", 1) == [2, 7, 7]
 
 
 def test_the_traffic_that_the_documentation_states():

@@ -407,7 +407,7 @@ class DynamicTanhNorm(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["final norm", "first norm of each layer"])
-@pytest.mark.parametrize("spec", ["mudd", "hyper", "attnres"])
+@pytest.mark.parametrize("spec", ["mudd", "hyper", "attnres", "mgr(streams=8)"])
 def test_a_norm_that_keeps_scale_is_said(spec, place):
     model = GPT().eval()
     if place == "final norm":

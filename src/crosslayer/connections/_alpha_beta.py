@@ -16,7 +16,7 @@ from ..ops import CoefficientMap, dynamic_coefficients
 from ..ops.hyper import BoundName
 
 
-class StreamStatistics(NamedTuple):
+class StreamNorm(NamedTuple):
     """N, the norm of the streams that coefficients are computed from."""
 
     eps: float
@@ -25,10 +25,10 @@ class StreamStatistics(NamedTuple):
     biased: bool
 
 
-STREAM_STATISTICS = {
-    "layernorm": StreamStatistics(1e-5, centred=True, weighted=True, biased=True),
-    "rmsnorm": StreamStatistics(1e-6, centred=False, weighted=True, biased=False),
-    "unweighted": StreamStatistics(1e-5, centred=True, weighted=False, biased=False),
+STREAM_NORMS = {
+    "layernorm": StreamNorm(1e-5, centred=True, weighted=True, biased=True),
+    "rmsnorm": StreamNorm(1e-6, centred=False, weighted=True, biased=False),
+    "unweighted": StreamNorm(1e-5, centred=True, weighted=False, biased=False),
 }
 
 
@@ -38,7 +38,7 @@ class AlphaBetaConnection(Protocol):
     Attributes:
         dynamic: alpha and beta depend on the input.
         bound: of the dynamic part.
-        statistics: N.
+        stream_norm: N.
         static_alpha: [n columns].
         static_beta: [n].
         dynamic_alpha_fn: W_a [width columns].
@@ -51,7 +51,7 @@ class AlphaBetaConnection(Protocol):
 
     dynamic: bool
     bound: BoundName
-    statistics: StreamStatistics
+    stream_norm: StreamNorm
     static_alpha: Tensor
     static_beta: Tensor
     dynamic_alpha_fn: Tensor
@@ -68,7 +68,7 @@ def add_alpha_and_beta(
     """Register the parameters of the static part and, if `connection.dynamic`, of the dynamic one.
 
     Args:
-        connection: has `dynamic` and `statistics`, and gets the other attributes.
+        connection: has `dynamic` and `stream_norm`, and gets the other attributes.
         width: of what the coefficients are computed from: the width of a stream or a fraction.
         streams: the number of streams or fractions.
         columns: what is mixed from them: the inputs and the next streams.
@@ -81,8 +81,8 @@ def add_alpha_and_beta(
     connection.dynamic_beta_fn = float32_parameter(width)
     connection.dynamic_alpha_scale = float32_parameter(1)
     connection.dynamic_beta_scale = float32_parameter(1)
-    connection.norm_weight = float32_parameter(width) if connection.statistics.weighted else None
-    connection.norm_bias = float32_parameter(width) if connection.statistics.biased else None
+    connection.norm_weight = float32_parameter(width) if connection.stream_norm.weighted else None
+    connection.norm_bias = float32_parameter(width) if connection.stream_norm.biased else None
 
 
 @torch.no_grad()
@@ -127,8 +127,8 @@ def coefficient_map(connection: AlphaBetaConnection) -> CoefficientMap:
         scale=torch.cat([alpha_scale, connection.dynamic_beta_scale]),
         static=torch.cat([connection.static_alpha, connection.static_beta[:, None]], -1),
         bound=connection.bound,
-        eps=connection.statistics.eps,
-        centred=connection.statistics.centred,
+        eps=connection.stream_norm.eps,
+        centred=connection.stream_norm.centred,
     )
 
 

@@ -18,6 +18,8 @@ from ..validation import check_positive
 
 
 class History(NamedTuple):
+    """The outputs of the blocks so far, and the stream inside the block that runs."""
+
     X: tuple[Tensor, ...]  # X_0 .. X_i, one [B T D] a finished block
     h: Tensor  # [B T D]: the stream inside the block
     y: Tensor | None = None  # [B T D]: pending write
@@ -34,8 +36,8 @@ class DepthAverages:
             None for all of these.
 
     Raises:
-        ValueError: the dilation or the period is not positive, or no average would have an earlier
-            block than the last.
+        ValueError: the dilation or the period is not positive, or the dilation leaves only one of
+            the last `window` blocks, the embedding apart.
     """
 
     dilation: int
@@ -76,7 +78,7 @@ class DepthAverages:
         return tuple(blocks)
 
 
-def check_place(X: tuple[Tensor, ...], site: Site) -> None:
+def check_block_count(X: tuple[Tensor, ...], site: Site) -> None:
     """Raise a ValueError unless as many blocks are finished as there are layers before a site."""
     if len(X) != site.layer + 1:
         raise ValueError(
@@ -91,11 +93,11 @@ def exits_early(state: History, sources: tuple[int, ...]) -> bool:
 
 
 def replace_blocks(
-    X: tuple[Tensor, ...], places: tuple[int, ...], blocks: tuple[Tensor, ...]
+    X: tuple[Tensor, ...], block_numbers: tuple[int, ...], blocks: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """X with `blocks` at `places`: the sources that an op passed on."""
+    """X with `blocks` at these numbers: the sources that an op passed on."""
     replaced = list(X)
-    for j, x in zip(places, blocks, strict=True):
+    for j, x in zip(block_numbers, blocks, strict=True):
         replaced[j] = x
     return tuple(replaced)
 

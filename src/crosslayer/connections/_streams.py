@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection
+from ..connection import Connection, Site
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec
 from ..ops import collapse_streams, depth_connection
@@ -31,6 +31,12 @@ class Streams(NamedTuple):
     H: Tensor  # [B T n D]
     y: Tensor | None = None  # [B T D]: pending write ...
     beta: Tensor | None = None  # ... and its weight in each stream, [B T n] or [n]
+
+
+def set_read_logits(logits: Tensor, site: Site) -> None:
+    """Let those of pre [n] in mHC and mHC-lite be 1 at the stream of a site, and -1 elsewhere."""
+    logits.fill_(-1)
+    logits[site.index % len(logits)] = 1
 
 
 def shared_write(y: Tensor | None) -> Tensor | None:

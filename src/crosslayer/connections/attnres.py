@@ -14,8 +14,8 @@ up to their eps, which is visible where embeddings are tiny.
 State: the sources.
 Learned parameters: 2D per sub-layer except the first, and 2D for the readout.
 Names: query is w, key_norm g.
-Traffic of sub-layer k: (k + 1)D elements per token for full attention, (3k + 1)D backward; 2D more
-forward where y joins the current block's sum.
+Traffic of a sub-layer with m sources (m = k for full attention): (m + 1)D elements per token,
+(3m + 1)D backward; 2D more forward where y joins the sum of a block that has begun.
 
 The paper reads the completed blocks once for all queries of a block. Here every site reads them
 again: the first site of a block would need the queries of the later sites, but a site has only its
@@ -35,6 +35,8 @@ from ..validation import check_non_negative, check_positive
 
 
 class Values(NamedTuple):
+    """What sub-layers attend over."""
+
     done: tuple[Tensor, ...]  # y_0 and the completed blocks' sums, [B T D] each
     partial: Tensor | None = None  # [B T D]: the current block's sum so far
     y: Tensor | None = None  # [B T D]: pending write

@@ -27,7 +27,7 @@ from ..ops import depth_connection, hyper_connection, mix_streams
 from ..ops.hyper import BoundName
 from ..validation import check_idle_options, check_positive
 from ._alpha_beta import (
-    STREAM_STATISTICS,
+    STREAM_NORMS,
     add_alpha_and_beta,
     coefficient_map,
     reset_alpha_and_beta,
@@ -72,7 +72,7 @@ class Frac(Connection[Streams]):
         self.weighs_channels = True
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
-        self.statistics = STREAM_STATISTICS["layernorm"]
+        self.stream_norm = STREAM_NORMS["layernorm"]
         if not self.is_readout:
             add_alpha_and_beta(
                 self, width=dim // fractions, streams=fractions, columns=2 * fractions

@@ -6,11 +6,14 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 a
     alpha = s_a · tanh(N(H) W_a) + static_alpha   [B T n n+1]   static_alpha = [e_{(k−1) mod n} | I]
     beta  = s_b · tanh(N(H) w_b) + static_beta    [B T n]       static_beta = 1
     mixed = alphaᵀ H                              [B T n+1 D]   row 0 is the input
-            W_a [D, n+1] = [W_m | W_r], w_b [D] = W_β, alpha = [A_m | A_r], beta = B in the paper
+            W_a [D, n+1] = [W_m | W_r], w_b [D] = W_β, and in the paper
+            static_alpha = [A_m | A_r], static_beta = B, alpha = [𝓐_m(H) | 𝓐_r(H)], beta = 𝓑(H)
     H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n}
     readout: the sum of the streams, then the final norm
 
-Eq. 14 prints e_{k mod n}, without saying where k starts. Here the first sub-layer reads stream 0.
+Eq. 14 prints e_{k mod n} for k = 1, 2, … with columns e_1 … e_n, which leaves e_0 undefined.
+Algorithm 2 counts rows from 0, and does not say where its layer_id starts. Here the first sub-layer
+reads stream 0, the paper's first, and sub-layer n the last.
 N is a norm of each stream, LayerNorm by default; |N| is the number of its parameters. Row s of the
 dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
 initialisation: the streams are equal copies of the plain residual, and the readout is n times it,
@@ -37,7 +40,7 @@ from ..ops import depth_connection, expand_to_streams, hyper_connection, width_c
 from ..ops.hyper import BoundName
 from ..validation import check_idle_options, check_non_negative, check_option_type
 from ._alpha_beta import (
-    STREAM_STATISTICS,
+    STREAM_NORMS,
     add_alpha_and_beta,
     coefficient_map,
     reset_alpha_and_beta,
@@ -80,7 +83,7 @@ class Hyper(FusedNormConnection[Streams]):
             (Eq. 17-19, 42, 54, 55): one matrix for all sub-layers, or a list of which the
             sub-layers take one each, in turn.
         frozen: "B", "WC" or "B WC": the depth connections B or the width connections WC keep their
-            initial values (Table 3).
+            initial values (Table 3), and with both so do N's weights.
         output_scale: for training from scratch: `connect` multiplies the initial weights of the
             sub-layers' output projections, so that the sum of the streams, n times a plain
             residual, starts with the standard deviation of the original model. "1/n" keeps it,
@@ -128,10 +131,10 @@ class Hyper(FusedNormConnection[Streams]):
         self.n = streams
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
-        self.statistics = STREAM_STATISTICS[stats]
+        self.stream_norm = STREAM_NORMS[stats]
         if eps is not None:
             check_non_negative(eps=eps)
-            self.statistics = self.statistics._replace(eps=eps)
+            self.stream_norm = self.stream_norm._replace(eps=eps)
         if matrix is None:
             self.initial_alpha = _initial_alpha(site, streams)
             self.initial_beta = [float(beta)] * streams

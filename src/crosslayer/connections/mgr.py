@@ -19,6 +19,7 @@ of outputs, so a model with gates (n ≤ K) neither starts as pre-norm nor can r
 pretrained model must be trained anew. Without gates each input starts as the mean of the outputs
 before it, which is pre-norm up to a factor that the norms remove up to their eps.
 State: n streams, and β of the pending write.
+Names: w1 is w^(β) and b is b^(β) of Eq. 4, w2 is w^(α) of Eq. 1; Listing 1 has w1, b1 and w2.
 Learned parameters: D per sub-layer, and D + n + 1 (or n) more where gated.
 Traffic: (2n + 2)D elements per token and site.
 """
@@ -45,6 +46,8 @@ _KEPT_SHARE = 0.01
 
 
 class Gated(NamedTuple):
+    """Streams, and a write that is gated into them or appended."""
+
     S: tuple[Tensor, ...]  # up to n streams, [B T D] each
     y: Tensor | None = None  # [B T D]: pending write ...
     # ... and how far each stream moves towards it, [B T n]; None to append it as a stream
@@ -58,14 +61,14 @@ class InversionContext(NamedTuple):
     """
 
     beta: Tensor | None = None  # [B T n], where a gate is pending
-    place: Tensor | None = None  # [p·n·B·T], indices of the largest in β, laid out [n B T]
-    s: Tensor | None = None  # the streams at these places, [p·n·B·T D]
+    indices: Tensor | None = None  # [p·n·B·T], of the largest in β, laid out [n B T]
+    s: Tensor | None = None  # the streams there, [p·n·B·T D]
 
 
 class MGR(FusedNormConnection[Gated]):
     """Multi-gate residuals: n streams gated towards each output and pooled for the next input.
 
-    Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-5, 14 and 16.
+    Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-5, 14, 16, Listing 1.
 
     Args:
         streams: n, the number of streams; the paper's best has 8 (Table 1). A model of fewer than n
@@ -144,7 +147,7 @@ class MGR(FusedNormConnection[Gated]):
         pool_query = self._pool_query()
         gate_query = None if self.w1 is None else self.w1 / math.sqrt(self.dim)
         if y is not None and beta is not None and pool_query is not None:
-            S, h, q = gate_pool(S, y, beta, pool_query, gate_query, norm=norm)
+            S, h, scores = gate_pool(S, y, beta, pool_query, gate_query, norm=norm)
         else:
             if y is not None:
                 # Under autocast y is in half precision. The stream that begins here is not.
@@ -153,10 +156,10 @@ class MGR(FusedNormConnection[Gated]):
                 h = apply_norm(S[0], norm)
             else:
                 h, S = depth_attention(S, pool_query, norm=norm)
-            q = None if gate_query is None else depth_scores(S, gate_query)
-        if q is None or self.b is None:
+            scores = None if gate_query is None else depth_scores(S, gate_query)
+        if scores is None or self.b is None:
             return (h,), Gated(S)
-        return (h,), Gated(S, beta=self.gate_weights(q, self.b))
+        return (h,), Gated(S, beta=self.gate_weights(scores, self.b))
 
     def _pool_query(self) -> Tensor | None:
         return None if self.w2 is None else self.w2 / math.sqrt(self.dim)
@@ -183,11 +186,18 @@ class MGR(FusedNormConnection[Gated]):
         return MixingWeights(write, p[..., None, :, None], carry)
 
     def memory_traffic(self) -> float:
-        # The paper's own fused kernel (section 4.4) moves 4n: it reads the streams three times.
+        # The paper's own fused kernel (section 4.4.1) moves 4n: it reads the streams three times.
         read = self.stream_count + self.gates_pending_write
         writes_streams = self.gates_pending_write and not self.is_readout
         written = self.stream_count if writes_streams else 0
         return read + written + len(self.ports)
+
+    def backward_memory_traffic(self) -> float:
+        if self.site.index == 0 or self.gates_pending_write:
+            return super().backward_memory_traffic()
+        # Each stream and its gradient so far are read, and the gradient is written.
+        read_later = 0 if self.is_readout else self.stream_count
+        return 2 * self.stream_count + read_later + len(self.ports)
 
     @torch.no_grad()
     def inversion_context(self, state: Gated) -> InversionContext:
@@ -206,14 +216,14 @@ class MGR(FusedNormConnection[Gated]):
             )
         if beta is None:
             return InversionContext()
-        place = beta.movedim(-1, 0).flatten().topk(math.ceil(_KEPT_SHARE * beta.numel())).indices
+        indices = beta.movedim(-1, 0).flatten().topk(math.ceil(_KEPT_SHARE * beta.numel())).indices
         tokens = beta.shape[:-1].numel()
-        rows = [s.flatten(0, -2)[place % tokens] for s in S]
-        # Each place takes the row of the stream that it is in.
+        rows = [s.flatten(0, -2)[indices % tokens] for s in S]
+        # Each index takes the row of the stream that it is in.
         s_kept = rows[0]
         for i, row in enumerate(rows):
-            s_kept = torch.where((place // tokens == i)[:, None], row, s_kept)
-        return InversionContext(beta, place, s_kept)
+            s_kept = torch.where((indices // tokens == i)[:, None], row, s_kept)
+        return InversionContext(beta, indices, s_kept)
 
     @torch.no_grad()
     def invert(self, after: Gated, y: Tensor | None, context: InversionContext) -> Gated:
@@ -224,26 +234,26 @@ class MGR(FusedNormConnection[Gated]):
             y: the write, [B T D]; None at the first site, where none is pending.
             context: of the state before, from `inversion_context`.
         """
-        beta, place, s_kept = context
+        beta, indices, s_kept = context
         if y is None:
             return Gated(after.S)
-        if beta is None or place is None or s_kept is None:  # y was appended as a stream
+        if beta is None or indices is None or s_kept is None:  # y was appended as a stream
             return Gated(after.S[:-1], y)
         S = torch.stack(after.S)
         b = beta.movedim(-1, 0)[..., None]
         S.addcmul_(b, y.to(S.dtype), value=-1).div_(1 - b)
-        S.flatten(0, -2)[place] = s_kept
+        S.flatten(0, -2)[indices] = s_kept
         return Gated(S.unbind(), y, beta)
 
 
-def competitive_gate(q: Tensor, b: Tensor) -> Tensor:
+def competitive_gate(scores: Tensor, b: Tensor) -> Tensor:
     """β [B T n] of the scores q [B T n] and the biases b [n+1]. The forget gate has the score 0."""
-    return (F.pad(q, (1, 0)) + b).softmax(-1)[..., 1:]
+    return (F.pad(scores, (1, 0)) + b).softmax(-1)[..., 1:]
 
 
-def independent_gate(q: Tensor, b: Tensor) -> Tensor:
+def independent_gate(scores: Tensor, b: Tensor) -> Tensor:
     """β [B T n] of the scores q [B T n] and the biases b [n]."""
-    return (q + b).sigmoid()
+    return (scores + b).sigmoid()
 
 
 def _eq14_bias(L: int, n: int) -> float:

@@ -20,6 +20,8 @@ State: n streams and post of the pending write; with `single_pass` also pre and 
 Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, 2n(nD + 1) + 2 with `residual="identity"`,
 and n(nD + 1) + 1 for the head. The head is the readout's fn [n, nD], base [n] and scale [1], which
 give z_head as z above. It is there with `readout="head"`, but not with `single_pass`.
+Names: fn is φ_pre | φ_post | φ_res of the paper, transposed, scale α, base b; pre, post and R are
+H^pre, H^post and the transpose of H^res.
 Traffic: at least (2n + 2)D elements per token and site.
 """
 
@@ -44,7 +46,13 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_idle_options, check_non_negative, check_positive
-from ._streams import check_stream_count, shared_write, streams_memory_traffic, write_to_streams
+from ._streams import (
+    check_stream_count,
+    set_read_logits,
+    shared_write,
+    streams_memory_traffic,
+    write_to_streams,
+)
 
 Orientation = Literal["src dst", "dst src"]
 Order = Literal["src last", "dst last"]
@@ -53,6 +61,8 @@ Residual = Literal["sinkhorn", "identity"]
 
 
 class Manifold(NamedTuple):
+    """n streams, and what is pending for them."""
+
     H: Tensor  # [B T n D]
     y: Tensor | None = None  # [B T D]: pending write ...
     post: Tensor | None = None  # ... and its weight in each stream, [B T n]
@@ -168,8 +178,7 @@ class MHC(FusedNormConnection[Manifold]):
             return
         n = self.n
         base = torch.zeros(self.base.shape, device=self.base.device)
-        base[:n] = -1
-        base[self.site.index % n] = 1
+        set_read_logits(base[:n], self.site)
         sigmoid_of_post = (1 - self.post_eps) / self.magnitude  # so that post = 1
         base[n : 2 * n] = math.log(sigmoid_of_post / (1 - sigmoid_of_post))
         if self.mixes_streams:

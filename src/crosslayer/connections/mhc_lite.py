@@ -35,6 +35,7 @@ from ..validation import check_positive
 from ._streams import (
     Streams,
     read_sum,
+    set_read_logits,
     shared_write,
     streams_memory_traffic,
     sum_readout_weights,
@@ -93,8 +94,7 @@ class MHCLite(FusedNormConnection[Streams]):
         for scale in (self.pre_branch_scale, self.residual_scale, self.h_post_scale):
             nn.init.constant_(scale, 0.01)
         static_alpha = torch.full(self.static_alpha.shape, -8.0, device=self.static_alpha.device)
-        static_alpha[: self.n] = -1
-        static_alpha[self.site.index % self.n] = 1
+        set_read_logits(static_alpha[: self.n], self.site)
         static_alpha[self.n] = 0
         assign_value(self.static_alpha, static_alpha)
 

@@ -12,12 +12,12 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r))
     readout:      S_r after the last block; the readout has no other way
 
-    PrePostDANorm (Eq. 10, which prints X_l inside n_post; section 2.5 adds it after)
-    as the authors' code has it, `normed=True`:
-    P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
-    S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
-    as the paper's text has it, `normed="every way"`:   S_c = X_l + n_post,c(m_c) for q, k, v, r
+    PrePostDANorm:        P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
+    normed=True:          S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
+    normed="every way":   S_c = X_l + n_post,c(m_c) for q, k, v, r
 
+`normed=True` is PrePostDANorm as in the authors' code, "every way" as in the text of section 2.5,
+which adds X_l after n_post. Eq. 10 prints it inside.
 The first term of A is called the generator. Its RMSNorm has no weight, as in the released code, but
 it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/D), W2 = 0 and a is
 one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
@@ -26,6 +26,8 @@ State: the outputs of all blocks so far.
 Learned parameters: KD + KC(l+1) + C(l+1) after block l, and the two further norms of q, k and v.
 With PrePostDANorm also 2D after block l (n_j, and the generator's norm), D for the embedding's n_j,
 and n_post's D, or C·D with "every way".
+Names: source_norm_weight is the weight of n_j, generator_norm_weight that of the generator's norm,
+post_norm_weight that of n_post.
 Traffic: (l + 7)D elements per token after block l; (3l + 7)D backward.
 """
 
@@ -47,13 +49,13 @@ from ..connection import (
 )
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, join_rows
-from ..norms import NormSpec, add_write, rms, rstd
+from ..norms import NormSpec, add_write, apply_norm, rstd
 from ..ops import add_norm, depth_mix, project_tall, write_norm_project
 from ..validation import check_idle_options, check_non_negative, check_positive
 from ._dense import (
     DepthAverages,
     History,
-    check_place,
+    check_block_count,
     dense_backward_traffic,
     dense_memory_traffic,
     exits_early,
@@ -66,8 +68,9 @@ Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
 WAYS = "qkvr"
 # The way that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
-# What mixes tokens in another way has one input, which is what it moves between them: S_v. So does
-# the latent of MLA, which is all that an attention moves, its keys too.
+# A sub-layer that mixes tokens without separate q, k and v, like Mamba's, has one input, which is
+# what it moves between them: S_v. So does the latent of MLA, which is all that an attention moves,
+# its keys too.
 _WAY_OF_PORT = {
     "attn": "q", "latent_attn": "q", "q": "q", "k": "k", "v": "v", "kv": "v", "mixer": "v",
     "mlp": "r", "out": "r",
@@ -111,11 +114,11 @@ class Mudd(FusedNormConnection[History]):
         window: only the last `window` blocks and the embedding are mixed (SW-n, section 3.6); None
             for all blocks. With a dilation k, every k-th of these.
         normed: PrePostDANorm (Eq. 10), which the paper uses for models of a large depth/width
-            ratio; plain MUDD can diverge there. True norms the mixture of r alone, as the authors'
-            JAX trainer does; "every way" norms each mixture, each with another weight, as the text
-            does. "pre" and "post" are the trainer's two switches alone: S_c = m_c of normed
-            sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm,
-            unless r has no mixture.
+            ratio, to stabilize their training (section 2.5). True norms the mixture of r alone, as
+            the authors' JAX trainer does; "every way" norms each mixture, each with another weight,
+            as the text does. "pre" and "post" are the trainer's two switches alone: S_c = m_c of
+            normed sources, or X_l added to mixtures of raw sources. These two do not start as
+            pre-norm, unless r has no mixture.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
         expand_last: makes K four times as large after the last block, where only r is read. There
             the paper's Appendix B and the released checkpoints have four ways too. `round64` is
@@ -207,14 +210,18 @@ class Mudd(FusedNormConnection[History]):
         ends_block = self.a is not None or self.site.index == 0
         generates = self.W1 is not None
         # of n_j for the block that ends here, and of the generator's norm
-        self.pre = float32_parameter(self.dim) if form.norms_sources and ends_block else None
-        self.weigh = float32_parameter(self.dim) if form.norms_sources and generates else None
+        self.source_norm_weight = None
+        if form.norms_sources and ends_block:
+            self.source_norm_weight = float32_parameter(self.dim)
+        self.generator_norm_weight = None
+        if form.norms_sources and generates:
+            self.generator_norm_weight = float32_parameter(self.dim)
         # of n_post, one for r or one for each mixture
-        self.post = None
+        self.post_norm_weight = None
         if self.a is not None and form.post_ways == WAYS:
-            self.post = float32_parameter(len(self.a), self.dim)
+            self.post_norm_weight = float32_parameter(len(self.a), self.dim)
         elif self.a is not None and form.post_ways and self.mixture_of_way["r"] is not None:
-            self.post = float32_parameter(self.dim)
+            self.post_norm_weight = float32_parameter(self.dim)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -226,12 +233,12 @@ class Mudd(FusedNormConnection[History]):
         if self.W1 is not None and self.W2 is not None:
             assign_normal(self.W1, self.dim**-0.5, self.site)
             nn.init.zeros_(self.W2)
-        if self.pre is not None:
-            nn.init.ones_(self.pre)
-        if self.weigh is not None:
-            nn.init.ones_(self.weigh)
-        if self.post is not None:
-            nn.init.constant_(self.post, 1e-3)
+        if self.source_norm_weight is not None:
+            nn.init.ones_(self.source_norm_weight)
+        if self.generator_norm_weight is not None:
+            nn.init.ones_(self.generator_norm_weight)
+        if self.post_norm_weight is not None:
+            nn.init.constant_(self.post_norm_weight, 1e-3)
 
     def initial_state(self, x: Tensor) -> History:
         return History((), x)
@@ -245,7 +252,7 @@ class Mudd(FusedNormConnection[History]):
         # A block ends here, and h is its output X_l.
         h, A = self.write_and_weigh(state.h, state.y)
         X = self._finished_blocks(state, h)
-        check_place(X, self.site)
+        check_block_count(X, self.site)
         mixed = tuple(X[j] for j in self.sources)
         if norms:
             inputs, h, mixed = self._mix_and_norm(mixed, A, h, norms)
@@ -278,8 +285,8 @@ class Mudd(FusedNormConnection[History]):
         """The sources so far: with the block that ends here, normed by n_j for PrePostDANorm."""
         if not self.opens_layer:
             return state.X
-        if self.pre is not None:
-            h = (rms(h, self.eps) * self.pre).to(h.dtype)
+        if self.source_norm_weight is not None:
+            h = apply_norm(h, NormSpec(self.source_norm_weight, None, self.eps, centred=False))
         return (*state.X, h)
 
     def write_and_weigh(self, h: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -288,7 +295,9 @@ class Mudd(FusedNormConnection[History]):
         if self.W1 is None or self.W2 is None:
             h, _ = add_norm(h, y)
             return h, self.a
-        W1 = self.W1 if self.weigh is None else self.weigh[:, None] * self.W1
+        W1: Tensor = self.W1
+        if self.generator_norm_weight is not None:
+            W1 = self.generator_norm_weight[:, None] * W1
         # h is one stream.
         H, z = write_norm_project(h[..., None, :], shared_write(y), None, W1, self.eps)
         hidden = F.gelu(z[..., 0, :], approximate=self.gelu_approximation)
@@ -297,9 +306,10 @@ class Mudd(FusedNormConnection[History]):
 
     def _post_weight(self, way: str, c: int) -> Tensor | None:
         """The weight of n_post for mixture c, if this way is normed by it."""
-        if self.post is None or way not in self.normed_form.post_ways:
+        weight = self.post_norm_weight
+        if weight is None or way not in self.normed_form.post_ways:
             return None
-        return self.post if self.post.dim() == 1 else self.post[c]
+        return weight if weight.dim() == 1 else weight[c]
 
     def _way(self, way: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
         """S_c of one way, where h is X_l."""
@@ -311,7 +321,7 @@ class Mudd(FusedNormConnection[History]):
             return m
         weight = self._post_weight(way, c)
         if weight is not None:
-            m = (rms(m, self.eps) * weight).to(h.dtype)
+            m = apply_norm(m, NormSpec(weight, None, self.eps, centred=False))
         return h + m
 
     def state_parts(self, state: History) -> tuple[Tensor, ...]:
@@ -326,8 +336,9 @@ class Mudd(FusedNormConnection[History]):
         X_l = add_write(state.h, state.y)
         # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
         joins = h
-        if self.pre is not None:
-            joins = h * (rstd(X_l, self.eps)[..., None] * self.pre)[..., None, None, :]
+        if self.source_norm_weight is not None:
+            factors = rstd(X_l, self.eps)[..., None] * self.source_norm_weight
+            joins = h * factors[..., None, None, :]
         X = join_rows(finished[:-1], joins)
         if self.a is None:
             return MixingWeights(write, h, join_rows(X, h))

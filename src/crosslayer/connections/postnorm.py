@@ -24,10 +24,10 @@ from ..connection import Connection
 from ..fused_norms import resolve_host_norm, stream_norm_spec
 from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
-from .prenorm import Stream
+from .prenorm import SingleStream
 
 
-class PostNorm(Connection[Stream]):
+class PostNorm(Connection[SingleStream]):
     """Post-norm residual: the stream is normed after every write.
 
     Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762, section 3.1.
@@ -36,23 +36,23 @@ class PostNorm(Connection[Stream]):
     initial_function = "bitwise postnorm"
     norms_its_stream = True
 
-    def initial_state(self, x: Tensor) -> Stream:
-        return Stream(x)
+    def initial_state(self, x: Tensor) -> SingleStream:
+        return SingleStream(x)
 
-    def mix_inputs(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
+    def mix_inputs(self, state: SingleStream) -> tuple[tuple[Tensor, ...], SingleStream]:
         h = add_write(*state)
-        return (h,), Stream(h)
+        return (h,), SingleStream(h)
 
     def norm_mixed(
-        self, inputs: tuple[Tensor, ...], state: Stream
-    ) -> tuple[tuple[Tensor, ...], Stream]:
+        self, inputs: tuple[Tensor, ...], state: SingleStream
+    ) -> tuple[tuple[Tensor, ...], SingleStream]:
         normed, x = norm_stream(self, inputs)
-        return normed, Stream(x)
+        return normed, SingleStream(x)
 
-    def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
+    def state_parts(self, state: SingleStream) -> tuple[Tensor, ...]:
         return (state.h,)
 
-    def mixing_weights(self, state: Stream) -> MixingWeights:
+    def mixing_weights(self, state: SingleStream) -> MixingWeights:
         # One written part a port, because a parallel block applies two norms to the same sum.
         ports = len(self.ports)
         columns = 1 if state.y is None else 2

@@ -21,12 +21,14 @@ from ..norms import NormSpec
 from ..ops import add_norm
 
 
-class Stream(NamedTuple):
+class SingleStream(NamedTuple):
+    """One stream: the state of pre-norm and post-norm."""
+
     h: Tensor  # [B T D]
     y: Tensor | None = None  # [B T D]: pending write
 
 
-class PreNorm(FusedNormConnection[Stream]):
+class PreNorm(FusedNormConnection[SingleStream]):
     """Pre-norm residual: every sub-layer adds its output to one stream.
 
     The baseline of every comparison.
@@ -37,18 +39,18 @@ class PreNorm(FusedNormConnection[Stream]):
 
     initial_function = "bitwise prenorm"
 
-    def initial_state(self, x: Tensor) -> Stream:
-        return Stream(x)
+    def initial_state(self, x: Tensor) -> SingleStream:
+        return SingleStream(x)
 
     def fused_read(
-        self, state: Stream, norms: tuple[NormSpec, ...]
-    ) -> tuple[tuple[Tensor, ...], Stream]:
+        self, state: SingleStream, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], SingleStream]:
         h, x = add_norm(*state, *norms)
-        return (x,), Stream(h)
+        return (x,), SingleStream(h)
 
-    def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
+    def state_parts(self, state: SingleStream) -> tuple[Tensor, ...]:
         return (state.h,)
 
-    def mixing_weights(self, state: Stream) -> MixingWeights:
+    def mixing_weights(self, state: SingleStream) -> MixingWeights:
         one = identity_weights(1, state.h)
         return MixingWeights(one if state.y is None else join_columns(one, one), one, one)

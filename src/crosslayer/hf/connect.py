@@ -57,7 +57,8 @@ def connect(
             changes by at most half a percent, or by rounding to whole numbers.
         verify: check first that the layers were recognised correctly. One layer of each kind is
             connected with the residual connection that it has already, and must compute the same
-            as before. This takes milliseconds for a model of any size, as it uses no weights.
+            as before. Stand-ins take the place of what is in the layers, so the time does not grow
+            with their width.
 
     Returns:
         The same model.
@@ -87,8 +88,9 @@ def connect(
     if reallocate:
         layers = wiring.find_layers(backbone)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, wiring))
-    kept_scales = find_kept_scales(backbone, wiring, spec)
-    # What is not made for inference can be trained, the connection's parameters as well.
+    kept_scales = find_kept_scales(backbone, wiring)
+    # Parameters made under torch.inference_mode cannot be trained: leave that mode, unless the
+    # model's own were made under it.
     makes_for_inference = (
         torch.is_inference_mode_enabled() and next(backbone.parameters()).is_inference()
     )

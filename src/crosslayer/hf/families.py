@@ -106,7 +106,7 @@ class Sublayer(NamedTuple):
     output_projection: str = ""
     scale: float = 1.0  # of its output on the way to the stream
     input_scale: float = 1.0  # of its normed input
-    # "attn"; "latent_attn": k and v are of one latent; "mixer": q, k and v of one input; "mlp".
+    # "attn"; "latent_attn": k and v are of one latent; "mixer": one input for all of it; "mlp".
     port: str = ""
     # Of an attention: its projections of q, k and v, or of q and the latent. Further projections of
     # its input, such as gates, may follow. Those of `nn.MultiheadAttention`, which takes three

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..connection import PRENORM_FUNCTIONS, Connection
 from ..partitioned import gathered_parameters, parameter_shape
-from ..spec import ConnectionSpec
 from .attach import final_norm
 from .families import ModelWiring
 
@@ -27,10 +26,8 @@ class KeptScales(NamedTuple):
     inputs: bool = False  # one before a sub-layer of the first layer
 
 
-def find_kept_scales(backbone: Any, wiring: ModelWiring, spec: ConnectionSpec) -> KeptScales:
-    """Try the norms of a model that is not connected yet, if the connection depends on them."""
-    if spec.method.initial_function not in _SCALING_FUNCTIONS:
-        return KeptScales()
+def find_kept_scales(backbone: Any, wiring: ModelWiring) -> KeptScales:
+    """Try the norms of a model that is not connected yet."""
     final = final_norm(backbone, wiring)
     first_layer = wiring.find_layers(backbone)[0]
     paths = wiring.of_layers[0].input_norms

@@ -54,16 +54,18 @@ def gate_pool(
     S: tuple[Tensor, ...],
     y: Tensor,
     beta: Tensor,
-    pool: Tensor,
-    score: Tensor | None = None,
+    pool_query: Tensor,
+    gate_query: Tensor | None = None,
     eps: float = 1e-6,
     norm: NormSpec | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
     """`ops.gate_pool`."""
     beta = beta.float().expand(*y.shape[:-1], len(S))
-    score = None if score is None else score.float()
-    gated, h, q, *_ = _gate_pool(S, y, beta, pool.float(), score, eps, *norm_arguments(norm))
-    return tuple(gated), h, None if score is None else q
+    score = None if gate_query is None else gate_query.float()
+    gated, h, scores, *_ = _gate_pool(
+        S, y, beta, pool_query.float(), score, eps, *norm_arguments(norm)
+    )
+    return tuple(gated), h, None if score is None else scores
 
 
 def memory_traffic_bytes(

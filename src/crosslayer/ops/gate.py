@@ -40,15 +40,15 @@ def gate_pool(
     S: tuple[Tensor, ...],
     y: Tensor,
     beta: Tensor,
-    pool: Tensor,
-    score: Tensor | None = None,
+    pool_query: Tensor,
+    gate_query: Tensor | None = None,
     eps: float = 1e-6,
     norm: NormSpec | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
     """The streams gated towards y, attention over them, and their scores for the next gate.
 
     S' = gate_streams(S, y, beta)
-    h = depth_attention(S', pool, eps, norm),   q = depth_scores(S', score, eps)
+    h = depth_attention(S', pool_query, eps, norm),   scores = depth_scores(S', gate_query, eps)
 
     Moves (2n + 2)·D elements a token.
 
@@ -56,17 +56,17 @@ def gate_pool(
         S: the n streams, [B T D] each.
         y: [B T D].
         beta: [B T n] float32.
-        pool: the query of the attention, [D] float32.
-        score: the query of the next gate's scores, [D] float32; None where no gate follows.
+        pool_query: of the attention, [D] float32.
+        gate_query: of the next gate's scores, [D] float32; None where no gate follows.
         eps: of the streams' RMS norm.
         norm: the norm of h; None for no norm.
 
     Returns:
-        S', n tensors [B T D]; h [B T D]; q [B T n] float32, or None without `score`.
+        S', n tensors [B T D]; h [B T D]; scores [B T n] float32, or None without `gate_query`.
     """
-    Q = pool[None] if score is None else torch.stack([pool, score])
+    Q = pool_query[None] if gate_query is None else torch.stack([pool_query, gate_query])
     h, z, *gated = run_function(_GatePool, y, beta, Q, eps, *S)
-    return tuple(gated), apply_norm(h, norm), None if score is None else z
+    return tuple(gated), apply_norm(h, norm), None if gate_query is None else z
 
 
 class _GatePool(Function):
