@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-# Minutes each. They begin first, so that no process works on one of them when the others are done.
+# The longest. They begin first, so that no process works on one of them when the others are done.
 LONGEST = (
     "test_two_ranks_equal_one",
     "test_killed_at_random_moments",
@@ -18,6 +18,7 @@ LONGEST = (
     "test_gpu_campaign_at_toy_size",
     "test_compiled",
     "test_every_command",
+    "test_every_kernel_in_the_interpreter",
 )
 
 

@@ -280,12 +280,18 @@ WAYS = (
 
 
 def largest_error(found: Gradients, expected: Gradients) -> float:
-    """The largest error of a gradient, relative to the norm of all."""
+    """The largest error of a gradient, relative to its norm.
+
+    Of a tiny one, relative to a thousandth of the norm of all.
+    """
     if found.keys() != expected.keys():
         return float("inf")
     total = torch.stack([g.norm() for g in expected.values()]).norm()
     whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
-    errors = [(whole[name] - g).norm() / total for name, g in expected.items()]
+    errors = [
+        (whole[name] - g).norm() / torch.maximum(g.norm(), total / 1000)
+        for name, g in expected.items()
+    ]
     return torch.stack(errors).max().item()  # NaN where one is
 
 

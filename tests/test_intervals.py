@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from crosslayer.intervals import mean_interval, t_quantile
+from crosslayer.intervals import average_curves, mean_interval, t_quantile
 
 
 def test_mean_interval():
@@ -17,6 +17,16 @@ def test_mean_interval():
         -1,
     ]
     assert math.isnan(mean_interval([1.0]).low) and mean_interval([1.0]).sign == 0
+
+
+def test_curves_of_seeds_that_were_judged_at_different_steps():
+    """At the steps of the shorter one, within what both have."""
+    curve = average_curves([[(3, 1.0), (6, 5.0)], [(2, 2.0), (4, 4.0), (5, 10.0)], []])
+    assert (curve.x, curve.mean, curve.low, curve.high) == ([3], [2.0], [1.0], [3.0])
+    curve = average_curves([[(3, 1.0), (6, 5.0)], [(2, 2.0), (4, 4.0), (8, 8.0)]])
+    assert (curve.x, curve.mean) == ([3, 6], [2.0, 5.5])
+    assert (curve.low, curve.high) == ([1.0, 5.0], [3.0, 6.0])
+    assert average_curves([[]]).x == []
 
 
 def test_quantiles():

@@ -147,6 +147,7 @@ def tiny(command: str) -> list[str]:
     return shlex.split(f"{command} {options}")[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("readme")  # a command reads what those before it wrote
 @pytest.mark.parametrize("command", COMMANDS, ids=[f"line{i}" for i in range(len(COMMANDS))])
 def test_commands_run(command, checkout, capsys):

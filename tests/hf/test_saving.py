@@ -50,6 +50,8 @@ def no_progress_bars():
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
 
 
 def test_an_uploaded_model_is_what_was_saved(tmp_path, monkeypatch):

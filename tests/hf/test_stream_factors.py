@@ -38,7 +38,7 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper", "denseformer"])
+@pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper"])
 def test_a_trained_gemma_computes_the_same(spec):
     model = make_gemma().double()
     connected = crosslayer.connect(copy.deepcopy(model), spec)
@@ -65,7 +65,7 @@ def test_a_new_gemma_stays_bitwise_the_same():
     assert torch.equal(crosslayer.connect(model, "mudd")(ids).logits, expected)
 
 
-@pytest.mark.parametrize("spec", ["mudd", "hyper", "mhc", "mgr", "attnres"])
+@pytest.mark.parametrize("spec", ["mudd", "hyper"])
 def test_generation_cuts_the_prompt_between_layers(spec):
     """Layers that share keys and values get the last token of the prompt alone."""
     kept = torch.cat([token_ids(1, 9), torch.zeros(1, 9, dtype=torch.long)]) % 64

@@ -74,7 +74,7 @@ def backbone(spec: str | None, parallel: bool = False, layers: int = 3, dim: int
     return model
 
 
-class ScaledIdentity(nn.Module):
+class FixedOutput(nn.Module):
     """A sub-layer whose output is a fixed random vector: it depends on its depth alone."""
 
     def __init__(self, dim: int, seed: int):
@@ -91,7 +91,7 @@ class OwnModel(nn.Module):
 
     def __init__(self, spec: str, layers: int = 4, dim: int = 16):
         super().__init__()
-        sublayers = [ScaledIdentity(dim, seed) for seed in range(2 * layers)]
+        sublayers = [FixedOutput(dim, seed) for seed in range(2 * layers)]
         self.stack = crosslayer.Stack(spec, sublayers, dim)
 
     def forward(self, embedding: Tensor) -> Tensor:

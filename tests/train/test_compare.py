@@ -324,7 +324,7 @@ def test_weight_decay_and_rate_of_connections():
         ({"momentum": 2.0}, "momentum must be at most 1"),
     ],
 )
-def test_no_rate_exceeds_its_peak(options, message):
+def test_optimization_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         OptimizationSettings(**options)
 
@@ -821,13 +821,6 @@ def test_slow_embeddings_and_a_short_warmup_are_said(text_file, tmp_path, capsys
     gain = "whether a gain lasts where the embeddings learn faster than other weights"
     assert (gain in printed) is slow
     assert ("whether a gain lasts with a longer warm-up than 1 step (" in printed) is slow
-
-
-@pytest.mark.slow
-def test_seeds_judged_at_different_steps(text_file, tmp_path):
-    command = [*options(text_file), "--arms", "prenorm", "--out", str(tmp_path / "out")]
-    assert main([*command, "--evals=2"]) == 0
-    assert main([*command, "--evals=3", "--seeds=2"]) == 0
 
 
 def test_one_rank_reports(text_file, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,72 @@
+"""What a run reports: remaining time, speed, the share of the GPU's peak, memory."""
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from crosslayer.cost.estimate import GPUS
+from crosslayer.train import trainer
+from crosslayer.train.profiling import model_flops_utilization, peak_memory
+from crosslayer.train.recipe import Arm
+from crosslayer.train.run import train_arm
+from crosslayer.train.settings import Settings
+from crosslayer.train.task import LANGUAGE_TASK
+from tests.train.runs import SMALL
+
+
+def steps_of(text, **settings):
+    """The result of each step of a run without a folder."""
+    options = Settings.from_options(**{**SMALL, "data": text, **settings})
+    examples = LANGUAGE_TASK.load_examples(options.data, options.model.model_config)
+    results = []
+    train_arm(
+        options, Arm.from_row("prenorm"), 0, examples, LANGUAGE_TASK, None, on_step=results.append
+    )
+    return results
+
+
+def test_remaining_time(text, monkeypatch):
+    """With a clock that each reading moves by a second, all steps but the first take as long."""
+    clock = itertools.count()
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(clock)))
+    results = steps_of(text, evals=1)
+    durations = [b.seconds - a.seconds for a, b in itertools.pairwise(results)]
+    assert len(results) == 12 and len(set(durations)) == 1 and durations[0] > 0
+    last = results[-3:]
+    assert [step.seconds_left for step in last] == [2 * durations[0], durations[0], 0]
+    tokens = SMALL["batch"] * SMALL["context"]
+    assert last[0].tokens_per_second == pytest.approx(tokens / durations[0])
+
+
+def test_utilization_is_of_the_peak_of_the_gpu(monkeypatch):
+    """Backward costs twice the forward pass."""
+    gpu = next(iter(GPUS.values()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu.device_name)
+    assert model_flops_utilization(10**12, 0.5) == pytest.approx(6e12 / gpu.flops)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
+    assert model_flops_utilization(10**12, 0.5) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert model_flops_utilization(10**12, 0.5) is None
+
+
+def test_utilization_counts_all_micro_batches(text, monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        trainer, "model_flops_utilization", lambda flops, seconds: counted.append(flops)
+    )
+    steps_of(text, steps=1)
+    steps_of(text, steps=1, accumulate=2)
+    whole, in_two = counted
+    assert in_two == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_peak_memory_is_in_bytes():
+    status = Path("/proc/self/status").read_text()
+    kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+    assert peak_memory() == pytest.approx(1024 * kibibytes, rel=0.05)
