@@ -375,6 +375,16 @@ class WithUnknownAnnotation(PreNorm):
         (with_parameter("g", 1), TypeError, "has the parameter 'g' and no method reset_parameters"),
         (with_parameter("g"), TypeError, "parameter 'g' has no dimension, which FSDP cannot shard"),
         (
+            built_with(lambda self: float32_parameter()),
+            TypeError,
+            "cannot shard a parameter without a dimension",
+        ),
+        (
+            built_with(lambda self: setattr(self, "norms", nn.ModuleList())),
+            TypeError,
+            "has 0 norms for the 1 ports attn; leave norms as",
+        ),
+        (
             ParameterInState,
             TypeError,
             "the field 'gain' of its state is a parameter, which FSDP frees",

@@ -486,7 +486,13 @@ def norm_dtype(norm: nn.Module) -> torch.dtype | None:
 
 
 def float32_parameter(*shape: int) -> nn.Parameter:
-    """An uninitialised connection parameter: float32, or float64 if that is torch's default."""
+    """An uninitialised connection parameter: float32, or float64 if that is torch's default.
+
+    Raises:
+        TypeError: the shape has no dimension.
+    """
+    if not shape:
+        raise TypeError("FSDP cannot shard a parameter without a dimension: float32_parameter(1)")
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     return nn.Parameter(torch.empty(*shape, dtype=dtype))
 

@@ -252,6 +252,11 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
             raise TypeError(_taken_name(name, key))
     annotation = base.__annotations__["initial_function"]
     check_option_type(f"{name}.initial_function", connection.initial_function, annotation)
+    if len(connection.norms) != len(connection.ports):
+        raise TypeError(
+            f"{name} has {len(connection.norms)} norms for the {len(connection.ports)} ports "
+            f"{', '.join(connection.ports)}; leave norms as super().__init__ makes them"
+        )
     _check_tensors(connection)
     for key, parameter in parameters.items():
         if parameter.dim() == 0:

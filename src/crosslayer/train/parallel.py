@@ -275,8 +275,9 @@ def prepare_model(model: Any, engine: EngineSettings) -> Any:
         return model
     backbone, wiring = find_backbone(model)
     layers = wiring.find_layers(backbone)
-    # each layer of a dense method has another graph, as its state has another number of tensors
-    reset_compiler(graphs=2 * len(layers))
+    # Each layer of a dense method has another graph, as its state has another number of tensors.
+    # Training and evaluation have one each, and one more as soon as a shape changes.
+    reset_compiler(graphs=4 * len(layers))
     run_backward_without_autocast()
     if engine.compile == "model":
         return torch.compile(model)
