@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -627,6 +628,22 @@ def test_seeds_are_one_group_whatever_does_not_change_what_is_learned():
     slower = planted_run(2, settings[0], {"recompute": "streams"})
     deeper = planted_run(3, {"layers": 3})
     assert [len(group.runs) for group in group_runs([*runs, slower, deeper])] == [2, 1, 1]
+
+
+def test_a_run_that_was_executed_otherwise_is_said():
+    """Its speed cannot be compared with that of the others."""
+    usual = {"recompute": None, "accumulate": 1}
+    runs = [planted_run(0, {"dim": dim}, usual) for dim in (8, 16)]
+    runs.append(planted_run(0, {"dim": 24}, {**usual, "accumulate": 2}))
+    marked = [", accumulate=2" in group.label for group in group_runs(runs)]
+    assert marked == [False, False, True]
+    assert [", accumulate=2" in group.series for group in group_runs(runs)] == marked
+    prenorm = replace(runs[2], connection="prenorm")
+    assert [", accumulate=1" in group.label for group in group_runs([*runs[:2], prenorm])] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_seeds_with_another_first_validation_set_are_no_group():

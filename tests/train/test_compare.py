@@ -329,6 +329,15 @@ def test_optimization_options_out_of_range(options, message):
         OptimizationSettings(**options)
 
 
+def test_a_mistyped_arm_with_a_space_is_found(tmp_path):
+    """The word is split at the space, and compared as a whole."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("arms:\n- prenorm\n- {name: slow MUDD, connection: mudd}\n")
+    given = compare_command.parser().parse_args([str(recipe), "--arms", "slw MUDD"], defaults=False)
+    with pytest.raises(ValueError, match=r"unknown connection 'slw'.* \(did you mean 'slow MUDD'"):
+        recipe_from_options(given, [])
+
+
 def test_schedule():
     tenth = OptimizationSettings(steps=100, warmup=0.1)
     rates = [lr_schedule(step, tenth) for step in range(100)]

@@ -239,7 +239,9 @@ def _inspect_models(
     if options.average:
         inspections = average_groups(inspections, configurations)
         if not any(inspection.seeds for inspection in inspections):
-            console.print("No two models have the same configuration: there is no mean over seeds.")
+            console.print(
+                "No two models have the same configuration and step: there is no mean over seeds."
+            )
     return inspections, f"{options.data}. {'; '.join(seen)}."
 
 

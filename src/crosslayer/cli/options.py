@@ -133,13 +133,18 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
         for word in options.arms:
             # the name of an arm may have spaces and commas
             specs = [word] if word in names else parse_specs([word])
-            chosen += [find_arm(recipe, spec) for spec in specs]
+            chosen += [find_arm(recipe, spec, word) for spec in specs]
         recipe.arms = _unique_arms(chosen)
     return recipe
 
 
-def find_arm(recipe: "Recipe", name: str) -> "Arm":
+def find_arm(recipe: "Recipe", name: str, word: str = "") -> "Arm":
     """The recipe's arm of this name, or an arm of this connection.
+
+    Args:
+        recipe: that the arm is searched in.
+        name: of an arm or of a connection.
+        word: what was typed, of which the name may be a part.
 
     Raises:
         ValueError: there is no such arm and no such connection. The message names the arms.
@@ -152,7 +157,7 @@ def find_arm(recipe: "Recipe", name: str) -> "Arm":
     try:
         return Arm.from_row(name)
     except ValueError as error:
-        hint = did_you_mean(name, arms)
+        hint = did_you_mean(name, arms) or did_you_mean(word, arms)
         raise ValueError(f"{error}; the recipe's arms are {', '.join(arms)}{hint}") from None
 
 

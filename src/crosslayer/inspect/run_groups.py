@@ -64,9 +64,9 @@ class RunGroup:
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     """Runs with the same name, connection, settings and data as one group, in the given order.
 
-    Settings that do not decide what is learned may differ, except those that decide the speed. A
-    run that has not finished, or has diverged, is a group by itself. Of runs with the same seed the
-    first one counts: another is no further sample.
+    Settings that do not decide what is learned may differ, except those that decide the speed,
+    which the labels name then. A run that has not finished, or has diverged, is a group by itself.
+    Of runs with the same seed the first one counts: another is no further sample.
     """
     gathered: dict[str, list[TrainingRun]] = {}
     for run in runs:
@@ -74,9 +74,10 @@ def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     groups = list(gathered.values())
     labels = _distinct_labels(groups)
     series = _series_labels(groups)
+    notes = _execution_notes(groups)
     return [
-        _make_group(label, of_series, members)
-        for label, of_series, members in zip(labels, series, groups, strict=True)
+        _make_group(label + note, of_series + note, members)
+        for label, of_series, note, members in zip(labels, series, notes, groups, strict=True)
     ]
 
 
@@ -98,6 +99,29 @@ def _group_key(run: TrainingRun) -> str:
 def _loss_key(run: TrainingRun) -> tuple[str, list[str]]:
     """What runs share whose losses are of the same text: that of a run is of its first set."""
     return run.data_digest, list(run.settings.get("valid", {}))
+
+
+def _execution_notes(groups: Sequence[list[TrainingRun]]) -> list[str]:
+    """Like ", recompute=streams" where runs were executed otherwise than those of pre-norm.
+
+    Where no run is pre-norm, otherwise than the first that says how it was executed.
+    """
+    executions = [group[0].result.get("execution", {}) for group in groups]
+    of_prenorm = [
+        execution
+        for group, execution in zip(groups, executions, strict=True)
+        if group[0].connection == "prenorm"
+    ]
+    known = [execution for execution in (*of_prenorm, *executions) if execution]
+    usual = known[0] if known else {}
+    return [
+        "".join(
+            f", {name}={value}"
+            for name, value in execution.items()
+            if value != usual.get(name, value)
+        )
+        for execution in executions
+    ]
 
 
 def _make_group(label: str, series: str, members: Sequence[TrainingRun]) -> RunGroup:
