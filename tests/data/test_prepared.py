@@ -13,13 +13,7 @@ import pytest
 from crosslayer.data.prepared import open_prepared, prepare_corpus
 from crosslayer.data.sources import read_documents
 from tests.data.conftest import STORIES
-
-
-def error_of(function, *arguments) -> str:
-    with pytest.raises(ValueError) as error:
-        function(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+from tests.support.errors import error_message
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe:300"])
@@ -83,11 +77,11 @@ def test_a_folder_in_use_is_left_alone(stories, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "thesis.txt").touch()
-    assert "mine: not empty" in error_of(prepare_corpus, stories, "bytes", folder)
-    assert "in the way" in error_of(prepare_corpus, stories, "bytes", folder / "thesis.txt")
+    assert "mine: not empty" in error_message(prepare_corpus, stories, "bytes", folder)
+    assert "in the way" in error_message(prepare_corpus, stories, "bytes", folder / "thesis.txt")
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
     prepare_corpus(stories, "bytes", tmp_path / "out")
-    assert "out: not empty" in error_of(prepare_corpus, stories, "bytes", tmp_path / "out")
+    assert "out: not empty" in error_message(prepare_corpus, stories, "bytes", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     prepare_corpus(stories, "bytes", tmp_path / "empty")
 
@@ -108,7 +102,7 @@ def test_a_failure_leaves_nothing(stories, tmp_path, source, name, message):
     (tmp_path / "short.txt").write_text("a")
     prepare_corpus(stories, "bytes", tmp_path / "out")
     before = sorted(tmp_path.iterdir())
-    assert message in error_of(prepare_corpus, str(tmp_path / source), name, tmp_path / "new")
+    assert message in error_message(prepare_corpus, str(tmp_path / source), name, tmp_path / "new")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -137,7 +131,7 @@ def test_a_killed_preparation_starts_over(stories, tmp_path):
         assert process.is_alive()
         time.sleep(0.01)
     message = f"out.part: in use by process {process.pid} on "
-    assert message in error_of(prepare_corpus, stories, "bytes", folder)
+    assert message in error_message(prepare_corpus, stories, "bytes", folder)
     process.kill()
     process.join()
     assert (tmp_path / "out.part").exists() and not folder.exists()
@@ -171,7 +165,7 @@ def test_a_damaged_folder_is_one_line(stories, tmp_path, damage):
     folder = tmp_path / "out"
     prepare_corpus(stories, "bpe:300", folder)
     DAMAGES[damage](folder)
-    assert "out: damaged, prepare it again (" in error_of(open_prepared, folder)
+    assert "out: damaged, prepare it again (" in error_message(open_prepared, folder)
 
 
 def test_a_description_of_the_wrong_shape_is_one_line(stories, tmp_path):
@@ -193,10 +187,10 @@ def test_a_description_of_the_wrong_shape_is_one_line(stories, tmp_path):
     ]
     for values in wrong:
         (folder / "corpus.json").write_text(json.dumps(right | values))
-        assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), values
+        assert "out: damaged, prepare it again (" in error_message(open_prepared, folder), values
     for text in ("[]", "[" * 100_000, "3"):
         (folder / "corpus.json").write_text(text)
-        assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), text
+        assert "out: damaged, prepare it again (" in error_message(open_prepared, folder), text
 
 
 def test_counts_beyond_two_billion(stories, tmp_path):
@@ -209,7 +203,7 @@ def test_counts_beyond_two_billion(stories, tmp_path):
 
 
 def test_not_a_prepared_folder(tmp_path):
-    assert "not a prepared corpus, it has no corpus.json" in error_of(open_prepared, tmp_path)
+    assert "not a prepared corpus, it has no corpus.json" in error_message(open_prepared, tmp_path)
 
 
 def test_prepared_ids_are_no_text(stories, tmp_path):

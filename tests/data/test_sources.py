@@ -27,6 +27,7 @@ from crosslayer.data.sources import (
     split_held_out,
 )
 from crosslayer.data.tokenizing import load_tokenizer
+from tests.support.errors import error_message
 from tests.support.hub import save_dataset
 
 WORDS = "the quick brown fox jumps over the lazy dog, and so on it goes. " * 40
@@ -43,10 +44,7 @@ def write_parquet(path, **columns):
 
 
 def error_of(source) -> str:
-    with pytest.raises(ValueError) as error:
-        texts(source)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_message(texts, source)
 
 
 def test_source_is_parsed_once():

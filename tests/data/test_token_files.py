@@ -16,6 +16,7 @@ from crosslayer.data.sources import read_sets
 from crosslayer.data.token_files import list_token_files, read_token_ids
 from crosslayer.data.tokenizing import load_tokenizer
 from tests.data.conftest import STORIES
+from tests.support.errors import error_message
 
 GPT2, LLAMA3 = 20240520, 20240801  # how llm.c marks ids of 16 and of 32 bits
 VERSIONS = {GPT2: 1, LLAMA3: 7}
@@ -35,10 +36,7 @@ def write_llm_c(file, ids, mark=GPT2, version=None, count=None):
 
 
 def error_of(place, **options) -> str:
-    with pytest.raises(ValueError) as error:
-        load_corpus(place, context=4, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_message(load_corpus, place, context=4, **options)
 
 
 def make_tokenizer(stories, folder):

@@ -20,6 +20,7 @@ from crosslayer.data.tokenizing import (
     split_at,
     split_ids,
 )
+from tests.support.errors import error_message
 from tests.support.hub import snapshot_folder
 
 WORDS = ("quick", "lazy", "brown")
@@ -55,10 +56,7 @@ def save_word_tokenizer(path, *tokens):
 
 
 def error_of(name, texts=tuple) -> str:
-    with pytest.raises(ValueError) as error:
-        load_tokenizer(str(name), texts)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_message(load_tokenizer, str(name), texts)
 
 
 def test_bytes():

@@ -33,9 +33,9 @@ from crosslayer.train.report import plot_curves, plot_tradeoff
 from crosslayer.train.report_notes import report_notes, run_notes
 from crosslayer.train.results_table import find_baseline_arms, result_table
 from crosslayer.train.run import train_arm
-from crosslayer.train.run_state import RunResult
 from crosslayer.train.settings import OptimizationSettings, Settings
 from crosslayer.train.task import LANGUAGE_TASK, build_model
+from tests.train.runs import run_with_loss
 
 TINY = {
     "steps": 6,
@@ -71,13 +71,6 @@ def trained(options, arm, seed):
     arm = Arm.from_row(arm)
     examples = LANGUAGE_TASK.load_examples(settings.data, {})
     return train_arm(settings, arm, seed, examples).result()
-
-
-def run_with_loss(arm, seed, loss):
-    """A finished run, without training."""
-    return RunResult(
-        arm.name, arm.connection, seed, 10, 1, loss, {}, {}, 1.0, 1, loss, [[2, loss]], [], 1.0
-    )
 
 
 def options(text_file) -> list[str]:

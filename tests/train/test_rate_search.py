@@ -14,7 +14,7 @@ from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.report import markdown_report, plot_rates
 from crosslayer.train.report_notes import scope_notes
 from crosslayer.train.results_table import result_table
-from crosslayer.train.run_state import RunResult
+from tests.train.runs import run_with_loss
 
 TINY = {"steps": 2, "batch": 2, "context": 16, "layers": 1, "dim": 8, "heads": 1}
 BEST_RATE = {"prenorm": 1e-3, "mudd": 4e-3, "hyper": 1e-3 / 8}
@@ -38,9 +38,7 @@ def known_loss(comparison, arm, seed, on_step):
     if lr > 5e-3:
         return DivergedRun(arm.name, seed, 1, "nan")
     loss = 3 + abs(math.log2(lr / BEST_RATE[arm.connection])) / 10 + seed / 100
-    return RunResult(
-        arm.name, arm.connection, seed, 10, 1, loss, {}, {}, 1.0, 1, loss, [[2, loss]], [], 1.0
-    )
+    return run_with_loss(arm, seed, loss)
 
 
 def searched(text_file, folder, seeds, **overrides):
