@@ -161,7 +161,14 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
     tiny_model().save_pretrained(tmp_path / "host")
     tokenizer = folder / "model" / "tokenizer.json"
     arguments = [tmp_path / "host", "--text", folder / "text.txt", "--tokenizer", tokenizer]
-    assert run_command(capsys, *arguments)[0] == 0
+    losses = []
+    for out in ("other", "own"):
+        assert run_command(capsys, *arguments, "--out", tmp_path / out)[0] == 0
+        results = json.loads((tmp_path / out / "evaluation.json").read_text())
+        losses.append(results["text"][str(folder / "text.txt")])
+        open_tokenizer(folder / "model").save_pretrained(tmp_path / "host")
+        arguments = arguments[:3]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

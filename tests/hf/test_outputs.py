@@ -191,11 +191,12 @@ def test_layers_compiled_one_by_one():
 
 @pytest.mark.parametrize("family", RECORDING)
 def test_attention_weights(family):
-    model = connected(family, "mudd", attn_implementation="eager")
-    out = model(**inputs(family), output_attentions=True)
-    tokens = out.attentions[0].shape[-1]
-    assert [tuple(a.shape) for a in out.attentions] == [(2, 4, tokens, tokens)] * 3
-    torch.testing.assert_close(out.attentions[1].sum(-1), torch.ones(2, 4, tokens))
+    model = trained(family, attn_implementation="eager")
+    expected = model(**inputs(family), output_attentions=True).attentions
+    crosslayer.connect(model, "prenorm")
+    found = model(**inputs(family), output_attentions=True).attentions
+    assert len(found) == 3
+    torch.testing.assert_close(found, expected)
 
 
 def small_encoder(config_class, encoder_class):
@@ -292,10 +293,13 @@ def test_further_outputs_that_a_layer_returns(form, count, monkeypatch):
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_router_logits(family):
-    model = connected(family, "mudd")
+    model = trained(family)
+    expected = model(ids(), labels=ids(), output_router_logits=True)
+    crosslayer.connect(model, "prenorm")
     out = model(ids(), labels=ids(), output_router_logits=True)
     assert len(out.router_logits) == 3
-    assert out.aux_loss > 0
+    torch.testing.assert_close(out.router_logits, expected.router_logits)
+    torch.testing.assert_close(out.aux_loss, expected.aux_loss)
 
 
 def check_attention(family: str, implementation: str) -> None:
