@@ -66,6 +66,18 @@ _OUTPUT_SCALE_EXPONENTS: dict[OutputScale, float] = {
     "sqrt(n)": 0.5,
 }
 
+# What each parameter serves: depth connections B, width connections WC.
+_SERVED_KINDS = {
+    "static_alpha": {"WC"},
+    "dynamic_alpha_fn": {"WC"},
+    "dynamic_alpha_scale": {"WC"},
+    "static_beta": {"B"},
+    "dynamic_beta_fn": {"B"},
+    "dynamic_beta_scale": {"B"},
+    "norm_weight": {"B", "WC"},
+    "norm_bias": {"B", "WC"},
+}
+
 
 class Hyper(FusedNormConnection[Streams]):
     """Hyper-connections: n streams mixed with learned, input-dependent weights.
@@ -150,15 +162,9 @@ class Hyper(FusedNormConnection[Streams]):
         self.reset_parameters()
 
     def _freeze(self, frozen: Frozen) -> None:
-        frozen_kinds = frozen.split()
+        frozen_kinds = set(frozen.split())
         for name, parameter in self.named_parameters(recurse=False):
-            if "beta" in name:
-                is_frozen = "B" in frozen_kinds
-            elif "alpha" in name:
-                is_frozen = "WC" in frozen_kinds
-            else:  # the norm that both are computed from
-                is_frozen = len(frozen_kinds) == 2
-            parameter.requires_grad_(not is_frozen)
+            parameter.requires_grad_(not _SERVED_KINDS[name] <= frozen_kinds)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
