@@ -382,7 +382,7 @@ class WithUnknownAnnotation(PreNorm):
         (
             built_with(lambda self: setattr(self, "norms", nn.ModuleList())),
             TypeError,
-            "has 0 norms for the 1 ports attn; leave norms as",
+            "has 0 norms, and its ports are attn; leave norms as",
         ),
         (
             ParameterInState,

@@ -14,6 +14,7 @@ def reset_compiler(graphs: int) -> None:
     torch.compiler.reset()
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
 
 
 def run_backward_without_autocast() -> None:

@@ -254,7 +254,7 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
     check_option_type(f"{name}.initial_function", connection.initial_function, annotation)
     if len(connection.norms) != len(connection.ports):
         raise TypeError(
-            f"{name} has {len(connection.norms)} norms for the {len(connection.ports)} ports "
+            f"{name} has {len(connection.norms)} norms, and its ports are "
             f"{', '.join(connection.ports)}; leave norms as super().__init__ makes them"
         )
     _check_tensors(connection)

@@ -177,7 +177,7 @@ def test_estimate_equals_a_real_model(spec, family, dtype):
 
 @functools.cache
 def difference_of_the_host(family: str, dtype: torch.dtype) -> int:
-    """Estimated minus saved bytes of a model that is not connected.
+    """Estimated bytes with pre-norm, minus those that the plain model saves.
 
     Its attention saves a little more on the meta device than on a CPU, or less.
     """
@@ -442,7 +442,8 @@ def test_backward_traffic_of_dense_sources():
     assert backward_traffic("mudd", 4) == [2, 4, 10, 4, 13, 4, 16, 4, 11]  # 3l + 7
     assert backward_traffic("attnres", 3) == [2, 7, 10, 13, 16, 19, 15]  # 3k + 4
     assert backward_traffic("hyper", 1) == [9, 15, 9]
-    # 3m + 1 while m streams are appended, then 3n + 3, and 1.5 times (n + 2) at the readout
+    # 3m + 1 while m streams are appended, then 3n + 3, and 1.5 times (n + 2) at the readout;
+    # 2m + 1 at one before which nothing was gated
     assert backward_traffic("mgr(streams=3)", 2) == [2, 7, 10, 12, 7.5]
     assert backward_traffic("mgr(streams=8)", 1) == [2, 7, 7]
 

@@ -193,7 +193,7 @@ def test_layers_compiled_one_by_one():
 def test_attention_weights(family):
     model = trained(family, attn_implementation="eager")
     expected = model(**inputs(family), output_attentions=True).attentions
-    crosslayer.connect(model, "prenorm")
+    crosslayer.connect(model, "mudd")
     found = model(**inputs(family), output_attentions=True).attentions
     assert len(found) == 3
     torch.testing.assert_close(found, expected)
@@ -295,7 +295,7 @@ def test_further_outputs_that_a_layer_returns(form, count, monkeypatch):
 def test_router_logits(family):
     model = trained(family)
     expected = model(ids(), labels=ids(), output_router_logits=True)
-    crosslayer.connect(model, "prenorm")
+    crosslayer.connect(model, "mudd")
     out = model(ids(), labels=ids(), output_router_logits=True)
     assert len(out.router_logits) == 3
     torch.testing.assert_close(out.router_logits, expected.router_logits)

@@ -825,6 +825,13 @@ def test_slow_embeddings_and_a_short_warmup_are_said(text_file, tmp_path, capsys
     assert ("whether a gain lasts with a longer warm-up than 1 step (" in printed) is slow
 
 
+@pytest.mark.slow
+def test_seeds_judged_at_different_steps(text_file, tmp_path):
+    command = [*options(text_file), "--arms", "prenorm", "--out", str(tmp_path / "out")]
+    assert main([*command, "--evals=2"]) == 0
+    assert main([*command, "--evals=3", "--seeds=2"]) == 0
+
+
 def test_one_rank_reports(text_file, tmp_path, capsys, monkeypatch):
     command = [
         *options(text_file),

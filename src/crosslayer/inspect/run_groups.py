@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,10 @@ class RunGroup:
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     """Runs with the same name, connection, settings and data as one group, in the given order.
 
-    Settings that do not decide what is learned may differ, except those that decide the speed,
-    which the labels name then. A run that has not finished, or has diverged, is a group by itself.
-    Of runs with the same seed the first one counts: another is no further sample.
+    Settings that do not decide what is learned may differ, except those that decide the speed. A
+    group that was executed otherwise than pre-norm's of the same backbone says so in its label. A
+    run that has not finished, or has diverged, is a group by itself. Of runs with the same seed the
+    first one counts: another is no further sample.
     """
     gathered: dict[str, list[TrainingRun]] = {}
     for run in runs:
@@ -74,11 +75,11 @@ def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     groups = list(gathered.values())
     labels = _distinct_labels(groups)
     series = _series_labels(groups)
-    notes = _execution_notes(groups)
-    return [
-        _make_group(label + note, of_series + note, members)
-        for label, of_series, note, members in zip(labels, series, notes, groups, strict=True)
+    made = [
+        _make_group(label, of_series, members)
+        for label, of_series, members in zip(labels, series, groups, strict=True)
     ]
+    return [replace(group, label=group.label + execution_note(made, group)) for group in made]
 
 
 def _group_key(run: TrainingRun) -> str:
@@ -99,29 +100,6 @@ def _group_key(run: TrainingRun) -> str:
 def _loss_key(run: TrainingRun) -> tuple[str, list[str]]:
     """What runs share whose losses are of the same text: that of a run is of its first set."""
     return run.data_digest, list(run.settings.get("valid", {}))
-
-
-def _execution_notes(groups: Sequence[list[TrainingRun]]) -> list[str]:
-    """Like ", recompute=streams" where runs were executed otherwise than those of pre-norm.
-
-    Where no run is pre-norm, otherwise than the first that says how it was executed.
-    """
-    executions = [group[0].result.get("execution", {}) for group in groups]
-    of_prenorm = [
-        execution
-        for group, execution in zip(groups, executions, strict=True)
-        if group[0].connection == "prenorm"
-    ]
-    known = [execution for execution in (*of_prenorm, *executions) if execution]
-    usual = known[0] if known else {}
-    return [
-        "".join(
-            f", {name}={value}"
-            for name, value in execution.items()
-            if value != usual.get(name, value)
-        )
-        for execution in executions
-    ]
 
 
 def _make_group(label: str, series: str, members: Sequence[TrainingRun]) -> RunGroup:
@@ -200,6 +178,20 @@ def find_baseline_group(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup
         if other.first.connection == "prenorm" and backbone_of(other) == backbone_of(group)
     ]
     return min(candidates, key=distance, default=None)
+
+
+def execution_note(groups: Sequence[RunGroup], group: RunGroup) -> str:
+    """Like ", recompute=streams", where a group's speed cannot be compared with pre-norm's of the
+    same backbone, because its runs were executed otherwise.
+    """
+    baseline = find_baseline_group(groups, group)
+    if baseline is None:
+        return ""
+    usual = baseline.first.result.get("execution", {})
+    execution = group.first.result.get("execution", {})
+    return "".join(
+        f", {name}={value}" for name, value in execution.items() if value != usual.get(name, value)
+    )
 
 
 def backbone_of(group: RunGroup) -> str:

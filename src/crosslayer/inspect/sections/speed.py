@@ -7,7 +7,13 @@ from typing import Any
 
 from ...spec import all_options, connection_name, make
 from ..figures_training import LineSeries, draw_line_series
-from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline_group
+from ..run_groups import (
+    RunGroup,
+    backbone_of,
+    describe_depth,
+    execution_note,
+    find_baseline_group,
+)
 from ..training import is_number
 from ..training_summary import GroupedRuns
 from .section import FigurePanels
@@ -22,7 +28,8 @@ _SPEEDS = (
 
 @split_data
 def _speed_panels(runs: GroupedRuns) -> FigurePanels:
-    groups = finished_groups(runs)
+    finished = finished_groups(runs)
+    groups = [group for group in finished if not execution_note(finished, group)]
     if len(groups) < 2:
         return []
     key, y_name = loss_measure(groups)
