@@ -630,6 +630,24 @@ def test_seeds_are_one_group_whatever_does_not_change_what_is_learned():
     assert [len(group.runs) for group in group_runs([*runs, slower, deeper])] == [2, 1, 1]
 
 
+def test_speeds_of_runs_that_were_executed_otherwise_are_not_drawn(tmp_path):
+    """Neither beside pre-norm's nor against an option. The losses are."""
+    once, twice = {"accumulate": 1}, {"accumulate": 2}
+    arms = {"prenorm": {"connection": "prenorm", "inference_speed": 1.0, "execution": once}}
+    for dilation, execution in ((1, once), (2, once), (3, twice)):
+        arms[f"dilated {dilation}"] = {
+            "connection": f"denseformer(dilation={dilation})",
+            "inference_speed": 1.0,
+            "execution": execution,
+        }
+    runs = GroupedRuns(read_groups(write_comparison(tmp_path / "out", arms)))
+    views = {view.name: dict(view.draw_panels(runs)) for view in TRAINING_VIEWS}
+    for panel in views["speeds"].values():
+        assert sum(len(line.x) for line in panel.keywords["lines"]) == 3
+    drawn = {title: panel.keywords["lines"][0].x for title, panel in views["options"].items()}
+    assert [len(x) for x in drawn.values()] == [3, 2, 2], drawn
+
+
 def test_a_run_that_was_executed_otherwise_is_said():
     """Its speed cannot be compared with that of pre-norm of the same size; its loss can."""
     once, twice = {"recompute": None, "accumulate": 1}, {"recompute": None, "accumulate": 2}
@@ -644,6 +662,9 @@ def test_a_run_that_was_executed_otherwise_is_said():
     groups = group_runs([*runs, *prenorm])
     assert [", accumulate=2" in group.label for group in groups] == [False, True, *[False] * 3]
     assert {group.series for group in groups} == {"mudd", "prenorm"}
+    of_other_data = [replace(run, data_digest="other") for run in (runs[1], prenorm[1])]
+    groups = group_runs([*runs[:1], *prenorm[:1], *of_other_data])
+    assert not any("accumulate" in group.label for group in groups)
 
 
 def test_seeds_with_another_first_validation_set_are_no_group():

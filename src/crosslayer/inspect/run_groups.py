@@ -182,9 +182,10 @@ def find_baseline_group(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup
 
 def execution_note(groups: Sequence[RunGroup], group: RunGroup) -> str:
     """Like ", recompute=streams", where a group's speed cannot be compared with pre-norm's of the
-    same backbone, because its runs were executed otherwise.
+    same backbone and data, because its runs were executed otherwise.
     """
-    baseline = find_baseline_group(groups, group)
+    same_data = [other for other in groups if _loss_key(other.first) == _loss_key(group.first)]
+    baseline = find_baseline_group(same_data, group)
     if baseline is None:
         return ""
     usual = baseline.first.result.get("execution", {})

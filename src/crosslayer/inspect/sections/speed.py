@@ -129,6 +129,8 @@ def _panels_of_option(
         lines = []
         for number, (label, row) in enumerate(rows.items()):
             known = [group for group in row if group.values(measure)]
+            if measure != key:  # a speed
+                known = [group for group in known if not execution_note(groups, group)]
             if not known:
                 continue
             x = [options[group.label][name] for group in known]
@@ -149,8 +151,8 @@ VIEWS = [
         "Loss against speed",
         "Left: training; right: inference, the fastest evaluation. Both relative to pre-norm; "
         "right and below is better. Lines join different sizes of one method, with their numbers "
-        "of layers. DenseFormer, Figures 3, 4a, "
-        "4b and 14; MUDD, Figure 9.",
+        "of layers. Runs that were executed otherwise than pre-norm's are left out. DenseFormer, "
+        "Figures 3, 4a, 4b and 14; MUDD, Figure 9.",
         "two finished runs with the same data",
         _speed_panels,
     ),
@@ -158,7 +160,8 @@ VIEWS = [
         "options",
         "Loss and speed against an option",
         "For each option of a method in which runs of one backbone differ, like dilation and "
-        "period. Dashed lines are pre-norm. DenseFormer, Figures 11 and 12.",
+        "period. Dashed lines are pre-norm. Speeds of runs that were executed otherwise than "
+        "pre-norm's are left out. DenseFormer, Figures 11 and 12.",
         "finished runs of one method that differ in one numeric option",
         _option_panels,
     ),
