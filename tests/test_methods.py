@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map
 import crosslayer
 from crosslayer import methods
 from crosslayer.cli.main import main
-from crosslayer.connection import assign_normal, assign_value, float32_parameter
 from crosslayer.connections.prenorm import PreNorm, SingleStream
+from crosslayer.float32_parameters import assign_normal, assign_value, float32_parameter
 from crosslayer.method_checks import first_tensor
 from crosslayer.testing.tiny_model import tiny_gpt, token_ids
 from crosslayer.train.method_code import code_digest
 
 PACKAGE = '''
-from crosslayer.connection import float32_parameter
+from crosslayer.float32_parameters import float32_parameter
 from crosslayer.connections.prenorm import PreNorm
 
 class Base(PreNorm):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import ConnectionSpec, make
-from crosslayer.connection import Connection, find_connections, plan_layers
+from crosslayer.connection import Connection, find_connections
 from crosslayer.connections._dense import DepthAverages
 from crosslayer.recompute import enable_recompute
+from crosslayer.sites import plan_layers
 from crosslayer.spec import split_specs
 from crosslayer.testing.tiny_model import perturb_weights, tiny_gpt, token_ids
 from tests.hf.backbones import llama

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .connection import Connection, Site, plan
+from .connection import Connection
 from .kernel_switch import use_kernels
 from .methods import available, register_connection
 from .optim import param_groups
+from .sites import Site, plan
 from .spec import ConnectionSpec, make
 from .stack import Stack
 

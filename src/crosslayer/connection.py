@@ -16,9 +16,7 @@ most methods cannot detect another order. A whole model:
 Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -37,16 +35,14 @@ from .method_checks import (
     stream_shape,
 )
 from .mixing import MixingWeights
-from .validation import check_option_type, check_positive, format_shape
+from .sites import SPLIT_PORT_NAMES, Site, check_ports
+from .validation import format_shape
 
 # A state is a NamedTuple of tensors, tuples and None. Flattened, it begins with a tensor. Only the
 # method that made it looks inside.
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
-# The inputs that a method may feed separately, by the port of the sub-layer.
-SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
-SPLIT_PORT_NAMES = frozenset(port for ports in SPLIT_PORTS.values() for port in ports)
 # What a model computes at initialisation. "Up to scales": a constant factor multiplies sub-layers'
 # inputs and the readout. "Up to scale of readout": it multiplies the readout alone. Norms remove
 # such factors, so a model without norms there computes something else.
@@ -58,90 +54,6 @@ PrenormFunction = Literal[
 ]
 InitialFunction = Literal[PrenormFunction, "bitwise postnorm", "other"]
 PRENORM_FUNCTIONS: tuple[str, ...] = get_args(PrenormFunction)
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place along depth where a sub-layer runs. The last site is the readout.
-
-    Attributes:
-        index: from 0 to `depth`.
-        layer: the Transformer layer it belongs to; `layers` at the readout.
-        ports: ("attn",), ("mlp",), ("attn", "mlp") in a parallel block, or ("out",). In an
-            attention's place may be a "latent_attn", which projects k and v from one latent (MLA),
-            or a "mixer", which has one input: a Mamba layer, or an attention whose q, k and v
-            `connect` cannot separate.
-        opens_layer: whether it is the first site of its layer.
-        layers: the number of layers.
-        depth: the index of the readout, which is the number of sub-layers.
-        repeat: how many sites of its layer with these ports come before it, such as the first of
-            two MLPs.
-    """
-
-    index: int
-    layer: int
-    ports: tuple[str, ...]
-    opens_layer: bool
-    layers: int
-    depth: int
-    repeat: int = 0
-
-    @property
-    def is_readout(self) -> bool:
-        return self.index == self.depth
-
-    @property
-    def place(self) -> str:
-        """What messages call it."""
-        return "readout" if self.is_readout else f"site {self.index} of {self.depth}"
-
-
-def plan(layers: int, parallel: bool = False) -> list[Site]:
-    """The sites of a model with `layers` layers of attention and MLP, in sequence or in parallel.
-
-    Args:
-        layers: the number of layers.
-        parallel: attention and MLP of a layer read the same state and write their sum (GPT-J,
-            Pythia).
-
-    Returns:
-        One site for each sub-layer, and the readout.
-    """
-    check_positive(layers=layers)
-    check_option_type("parallel", parallel, bool)
-    ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
-    return plan_layers([ports_of_layer] * layers)
-
-
-def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Site]:
-    """The sites of a model whose layers differ.
-
-    Args:
-        ports_of_layers: for each layer, the ports of each of its sites.
-
-    Returns:
-        The sites in the order of depth, and the readout.
-    """
-    depth = sum(len(ports_of_layer) for ports_of_layer in ports_of_layers)
-    sites: list[Site] = []
-    layers = len(ports_of_layers)
-    for layer, ports_of_layer in enumerate(ports_of_layers):
-        for i, ports in enumerate(ports_of_layer):
-            repeat = list(ports_of_layer[:i]).count(ports)
-            site = Site(
-                index=len(sites),
-                layer=layer,
-                ports=ports,
-                opens_layer=i == 0,
-                layers=layers,
-                depth=depth,
-                repeat=repeat,
-            )
-            sites.append(site)
-    readout = Site(
-        index=depth, layer=layers, ports=("out",), opens_layer=True, layers=layers, depth=depth
-    )
-    return [*sites, readout]
 
 
 class Connection(Float32Parameters, Generic[StateT]):
@@ -218,7 +130,7 @@ class Connection(Float32Parameters, Generic[StateT]):
         super().__init__()
         self.site = site
         self.dim = dim
-        self.ports = site.ports if ports is None else _check_ports(ports, site)
+        self.ports = site.ports if ports is None else check_ports(ports, site)
         self.fractions = 1
         self.weighs_channels = self.norms_its_stream
         self.options: dict[str, Any] = {}
@@ -431,31 +343,6 @@ class Connection(Float32Parameters, Generic[StateT]):
         return ", ".join(parts)
 
 
-def split_attention_ports(ports: tuple[str, ...]) -> tuple[str, ...]:
-    """Replace the port of an attention by the ports of its inputs, like q, k and v."""
-    split: list[str] = []
-    for port in ports:
-        split += SPLIT_PORTS.get(port, (port,))
-    return tuple(split)
-
-
-def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
-    """The ports, if they are the site's. An attention may be replaced by all of its inputs: q, k
-    and v.
-
-    The ports of a readout feed no sub-layer, so a method chooses them freely.
-
-    Raises:
-        ValueError: they are others.
-    """
-    if site.is_readout:
-        return ports
-    allowed = dict.fromkeys([site.ports, split_attention_ports(site.ports)])
-    if ports not in allowed:
-        raise ValueError(f"ports must be {' or '.join(map(str, allowed))}, got {ports!r}")
-    return ports
-
-
 def format_spec(name: str, options: dict[str, Any]) -> str:
     """The string that `make` reads, like "mudd(dilation=2)"."""
     if not options:
@@ -483,58 +370,3 @@ def norm_dtype(norm: nn.Module) -> torch.dtype | None:
     if own_dtype is not None:
         return own_dtype
     return next((p.dtype for p in norm.parameters()), None)
-
-
-def float32_parameter(*shape: int) -> nn.Parameter:
-    """An uninitialised connection parameter: float32, or float64 if that is torch's default.
-
-    Raises:
-        TypeError: the shape has no dimension.
-    """
-    if not shape:
-        raise TypeError("FSDP cannot shard a parameter without a dimension: float32_parameter(1)")
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    return nn.Parameter(torch.empty(*shape, dtype=dtype))
-
-
-@torch.no_grad()
-def assign_value(parameter: Any, value: Tensor | list[Any] | float) -> None:
-    """Set a parameter in place. Of one that FSDP2 has sharded, each rank sets its shard.
-
-    Args:
-        parameter: of any device; nothing happens on the meta device.
-        value: of the whole parameter's shape, or one that is expanded to it, such as a number.
-    """
-    value = torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device)
-    value = value.expand(parameter.shape)
-    if hasattr(parameter, "placements"):  # a DTensor, whose module takes a while to import
-        from torch.distributed.tensor import distribute_tensor
-
-        # all ranks have the value, so none sends it
-        mesh = parameter.device_mesh
-        placements = parameter.placements
-        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-    parameter.copy_(value)
-
-
-@torch.no_grad()
-def assign_normal(parameter: Tensor, std: float, site: Site, name: str = "") -> None:
-    """Fill with N(0, std²), seeded by torch's seed, the site and the name.
-
-    The global random state does not change.
-
-    Args:
-        parameter: of any device; nothing happens on the meta device.
-        std: the standard deviation.
-        site: the site of the parameter's connection.
-        name: tells apart the parameters of one site, which would get equal numbers otherwise.
-    """
-    if parameter.is_meta:
-        return
-    # a digest, not a sum: site 2 with seed 0 is not site 0 with seed 2
-    seeded_by = f"{torch.initial_seed()} {site.index} {name}".rstrip()
-    digest = hashlib.sha256(seeded_by.encode()).digest()
-    seed = int.from_bytes(digest[:8], "little", signed=True)
-    generator = torch.Generator(parameter.device).manual_seed(seed)
-    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    assign_value(parameter, value.normal_(std=std, generator=generator))

@@ -1,11 +1,14 @@
-"""Parameters that are used in float32, whoever has cast them."""
+"""Parameters that are used in float32, whoever has cast them, and their initial values."""
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any, Self
 
-from torch import Tensor, float32, nn, no_grad
+import torch
+from torch import Tensor, nn
 
+from .sites import Site
 from .validation import HALF_DTYPES
 
 
@@ -52,7 +55,7 @@ class Float32Parameters(nn.Module):
         def apply_in_float32(t: Tensor) -> Tensor:
             new = fn(t)
             casts_down = new.dtype in HALF_DTYPES and t.dtype not in HALF_DTYPES
-            return t.to(new.device, float32) if casts_down else new
+            return t.to(new.device, torch.float32) if casts_down else new
 
         if recurse:
             for name, child in self.named_children():
@@ -78,8 +81,63 @@ def _reset_in_float32(reset_parameters: Callable[[Any], None]) -> Callable[[Any]
         finally:
             for name in copies:
                 del vars(connection)[name]
-        with no_grad():
+        with torch.no_grad():
             for name, copy in copies.items():
                 connection._parameters[name].copy_(copy)
 
     return reset
+
+
+def float32_parameter(*shape: int) -> nn.Parameter:
+    """An uninitialised connection parameter: float32, or float64 if that is torch's default.
+
+    Raises:
+        TypeError: the shape has no dimension.
+    """
+    if not shape:
+        raise TypeError("FSDP cannot shard a parameter without a dimension: float32_parameter(1)")
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+
+@torch.no_grad()
+def assign_value(parameter: Any, value: Tensor | list[Any] | float) -> None:
+    """Set a parameter in place. Of one that FSDP2 has sharded, each rank sets its shard.
+
+    Args:
+        parameter: of any device; nothing happens on the meta device.
+        value: of the whole parameter's shape, or one that is expanded to it, such as a number.
+    """
+    value = torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device)
+    value = value.expand(parameter.shape)
+    if hasattr(parameter, "placements"):  # a DTensor, whose module takes a while to import
+        from torch.distributed.tensor import distribute_tensor
+
+        # all ranks have the value, so none sends it
+        mesh = parameter.device_mesh
+        placements = parameter.placements
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+@torch.no_grad()
+def assign_normal(parameter: Tensor, std: float, site: Site, name: str = "") -> None:
+    """Fill with N(0, std²), seeded by torch's seed, the site and the name.
+
+    The global random state does not change.
+
+    Args:
+        parameter: of any device; nothing happens on the meta device.
+        std: the standard deviation.
+        site: the site of the parameter's connection.
+        name: tells apart the parameters of one site, which would get equal numbers otherwise.
+    """
+    if parameter.is_meta:
+        return
+    # a digest, not a sum: site 2 with seed 0 is not site 0 with seed 2
+    seeded_by = f"{torch.initial_seed()} {site.index} {name}".rstrip()
+    digest = hashlib.sha256(seeded_by.encode()).digest()
+    seed = int.from_bytes(digest[:8], "little", signed=True)
+    generator = torch.Generator(parameter.device).manual_seed(seed)
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    assign_value(parameter, value.normal_(std=std, generator=generator))

@@ -16,9 +16,10 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch import nn
 
-from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
+from .connection import Connection, NormFactory, format_spec, norm_dtype
 from .method_checks import check_contents, check_options
 from .methods import current_name, find_method
+from .sites import Site
 from .validation import (
     check_option_type,
     check_positive,

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .connection import Connection, plan
+from .connection import Connection
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
+from .sites import plan
 from .spec import ConnectionSpec, check_norm_factory, make
 
 

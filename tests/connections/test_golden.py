@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import Site
-from crosslayer.connection import plan_layers
 from crosslayer.connections._dense import History
 from crosslayer.connections.mgr import competitive_gate, independent_gate
 from crosslayer.ops import depth_attention, depth_scores, gate_streams
+from crosslayer.sites import plan_layers
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import crosslayer
-from crosslayer.connection import plan_layers
 from crosslayer.connections._dense import DepthAverages
 from crosslayer.methods import find_method
+from crosslayer.sites import plan_layers
 from crosslayer.testing.laws import is_own
 from crosslayer.testing.tiny_model import perturb_weights
 

@@ -7,8 +7,9 @@ import torch
 
 import crosslayer
 from crosslayer import methods
-from crosslayer.connection import find_connections, float32_parameter
+from crosslayer.connection import find_connections
 from crosslayer.connections.prenorm import PreNorm
+from crosslayer.float32_parameters import float32_parameter
 from crosslayer.inspect import source_ablation
 from crosslayer.inspect.ablation import (
     ablate_blocks,

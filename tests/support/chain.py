@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import crosslayer
-from crosslayer.connection import plan_layers
+from crosslayer.sites import plan_layers
 
 D, LAYERS = 12, 3
 

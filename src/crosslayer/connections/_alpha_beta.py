@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..connection import assign_value, float32_parameter
+from ..float32_parameters import assign_value, float32_parameter
 from ..ops import CoefficientMap, dynamic_coefficients
 from ..ops.hyper import BoundName
 

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..connection import Connection, Site
+from ..connection import Connection
 from ..mixing import MixingWeights, identity_weights, join_columns
+from ..sites import Site
 from ..validation import check_positive
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection, Site
+from ..connection import Connection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec
 from ..ops import collapse_streams, depth_connection
+from ..sites import Site
 from ..validation import check_positive
 
 # The matrices between n streams have n² numbers, and the papers have at most 8 streams.

@@ -22,11 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import InitialFunction, NormFactory, Site, assign_value, float32_parameter
+from ..connection import InitialFunction, NormFactory
+from ..float32_parameters import assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, add_write, upcast_to_float32
 from ..ops import collapse_streams, depth_connection, expand_to_streams, mix_streams
+from ..sites import Site
 from ._streams import check_stream_count
 
 

@@ -27,11 +27,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, float32_parameter
+from ..connection import NormFactory
+from ..float32_parameters import float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, add_write, apply_norm
 from ..ops import depth_attention, depth_scores
+from ..sites import Site
 from ..validation import check_non_negative, check_positive
 
 

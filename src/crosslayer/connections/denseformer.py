@@ -21,11 +21,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..connection import NormFactory, Site, assign_value, float32_parameter
+from ..connection import NormFactory
+from ..float32_parameters import assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, join_rows
 from ..norms import NormSpec
 from ..ops import add_norm, depth_mix
+from ..sites import Site
 from ..validation import check_positive
 from ._dense import (
     DepthAverages,

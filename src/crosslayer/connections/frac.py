@@ -21,10 +21,11 @@ Traffic: 4D elements per token and site.
 import torch
 from torch import Tensor
 
-from ..connection import Connection, NormFactory, Site
+from ..connection import Connection, NormFactory
 from ..mixing import MixingWeights, identity_weights
 from ..ops import depth_connection, hyper_connection, mix_streams
 from ..ops.hyper import BoundName
+from ..sites import Site
 from ..validation import check_idle_options, check_positive
 from ._alpha_beta import (
     STREAM_NORMS,

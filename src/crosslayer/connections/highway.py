@@ -18,9 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..connection import Connection, NormFactory
+from ..float32_parameters import float32_parameter
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import upcast_to_float32
+from ..sites import Site
 
 
 class Carried(NamedTuple):

@@ -32,12 +32,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..connection import InitialFunction, NormFactory, Site
+from ..connection import InitialFunction, NormFactory
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
 from ..ops import depth_connection, expand_to_streams, hyper_connection, width_connection
 from ..ops.hyper import BoundName
+from ..sites import Site
 from ..validation import check_idle_options, check_non_negative, check_option_type
 from ._alpha_beta import (
     STREAM_NORMS,

@@ -31,11 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import InitialFunction, NormFactory, Site, assign_value, float32_parameter
+from ..connection import InitialFunction, NormFactory
+from ..float32_parameters import assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, apply_norm
 from ..ops import depth_attention, depth_scores, gate_pool, gate_streams
+from ..sites import Site
 from ..validation import check_idle_options, check_positive
 
 Gate = Literal["competitive", "independent"]

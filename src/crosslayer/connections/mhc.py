@@ -31,7 +31,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, assign_value, float32_parameter
+from ..connection import NormFactory
+from ..float32_parameters import assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights
 from ..norms import NormSpec, apply_norm, upcast_to_float32
@@ -45,6 +46,7 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
+from ..sites import Site
 from ..validation import check_idle_options, check_non_negative, check_positive
 from ._streams import (
     check_stream_count,

@@ -26,11 +26,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, assign_value, float32_parameter
+from ..connection import NormFactory
+from ..float32_parameters import assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights
 from ..norms import NormSpec
 from ..ops import expand_to_streams, width_connection, write_norm_project
+from ..sites import Site
 from ..validation import check_positive
 from ._streams import (
     Streams,

@@ -37,20 +37,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import (
-    SPLIT_PORT_NAMES,
-    InitialFunction,
-    NormFactory,
-    Site,
-    assign_normal,
-    assign_value,
-    float32_parameter,
-    split_attention_ports,
-)
+from ..connection import InitialFunction, NormFactory
+from ..float32_parameters import assign_normal, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, join_rows
 from ..norms import NormSpec, add_write, apply_norm, rstd
 from ..ops import add_norm, depth_mix, project_tall, write_norm_project
+from ..sites import SPLIT_PORT_NAMES, Site, split_attention_ports
 from ..validation import check_idle_options, check_non_negative, check_positive
 from ._dense import (
     DepthAverages,

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection, NormFactory, Site
+from ..connection import Connection, NormFactory
 from ..fused_norms import stream_norm_spec
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows
 from ..norms import add_write
+from ..sites import Site
 from .postnorm import norm_stream
 
 

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..connection import Connection, NormFactory
+from ..float32_parameters import float32_parameter
 from ..mixing import MixingWeights, identity_weights, join_columns
+from ..sites import Site
 
 
 class Gained(NamedTuple):

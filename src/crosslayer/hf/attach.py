@@ -7,8 +7,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..class_swap import swap_class
-from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
+from ..connection import Connection, NormFactory
 from ..partitioned import parameter_shape
+from ..sites import SPLIT_PORTS, Site, plan_layers
 from ..spec import ConnectionSpec
 from .arguments import argument_names, takes_any_keyword
 from .connected_model import ConnectedModel, mark_as_initialised

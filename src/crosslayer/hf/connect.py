@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..connection import find_connections, plan
+from ..connection import find_connections
+from ..sites import plan
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
 from .adapters import register_with_imported_peft

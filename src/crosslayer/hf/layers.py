@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..class_swap import swap_class
-from ..connection import SPLIT_PORTS, Connection, find_connections
+from ..connection import Connection, find_connections
 from ..recompute import RecomputedConnection, recompute_inputs
+from ..sites import SPLIT_PORTS
 from .arguments import join_arguments
 from .families import (
     NO_RESIDUAL,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..connection import plan_layers
+from ..sites import plan_layers
 from ..spec import make
 from .attach import is_connected, ports_of_sites
 

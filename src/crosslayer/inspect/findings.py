@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..connection import SPLIT_PORT_NAMES
+from ..sites import SPLIT_PORT_NAMES
 from .unfolding import UnfoldedMap
 
 # A weight counts as absent below this share of the mean weight of its row or column.

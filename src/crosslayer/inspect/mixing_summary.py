@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..connection import SPLIT_PORT_NAMES, Connection, find_connections
+from ..connection import Connection, find_connections
 from ..connections._dense import History
 from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
+from ..sites import SPLIT_PORT_NAMES
 from .moments import RunningMoments
 from .observation import SiteVisit, input_labels, site_label
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
+from ..connection import Connection, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
 from ..hf import connect
 from ..hf.arguments import forward_parameters
@@ -22,6 +22,7 @@ from ..hf.disconnect import remove_connections
 from ..hf.families import own_connection
 from ..method_checks import first_tensor
 from ..mixing import MixingWeights
+from ..sites import SPLIT_PORT_NAMES
 from ..validation import format_shape
 
 # a model's arguments, like input_ids and attention_mask; of images also their classes

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...connection import SPLIT_PORT_NAMES
+from ...sites import SPLIT_PORT_NAMES
 from ..figures import draw_matrix
 from ..figures_connections import draw_mix_pattern, draw_unfolded_map
 from ..inspection import ModelInspection

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...connection import SPLIT_PORT_NAMES
+from ...sites import SPLIT_PORT_NAMES
 from ..figures import draw_lines, draw_matrix
 from ..inspection import ModelInspection
 from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
