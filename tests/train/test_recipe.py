@@ -1,6 +1,8 @@
 """A recipe's file: what it may say, what is said of a wrong one, and what small scales keep."""
 
+import math
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -145,6 +147,14 @@ def test_arms_are_themselves():
     assert Recipe([Arm.from_row("prenorm")]).settings().model.layers == 6
 
 
+def test_a_small_scale_keeps_what_is_no_number():
+    """transformers' own default of the second is None."""
+    config = {"intermediate_size": 344, "num_key_value_heads": None, "rope_theta": "x"}
+    recipe = Recipe([Arm.from_row("prenorm")], {"dim": 128, "heads": 2, "model_config": config})
+    small = replace(recipe, scale="tiny").settings().model.model_config
+    assert small.items() >= {**config, "intermediate_size": 176}.items()
+
+
 def test_a_prepared_corpus_comes_with_its_tokenizer(tmp_path, monkeypatch):
     """Whatever names the data. Another one that is named, or a pretrained model's, comes before."""
     (tmp_path / "text.txt").write_text("one two three four five six seven " * 999)
@@ -155,13 +165,18 @@ def test_a_prepared_corpus_comes_with_its_tokenizer(tmp_path, monkeypatch):
     def tokenizer(**options):
         return Settings.from_options(**options).data.tokenizer
 
-    assert tokenizer(data=str(folder)) == tokenizer(data="$PREPARED") == "bpe:260"
+    for place in (str(folder), "$PREPARED", f"datasets:{folder}"):
+        assert tokenizer(data=place) == "bpe:260"
     assert tokenizer(data=str(tmp_path / "text.txt")) == tokenizer(data="stdlib") == "bytes"
     assert tokenizer(data=str(folder), tokenizer="bytes") == "bytes"
     assert tokenizer(data=str(folder), pretrained="model", lr=1e-4) == "model"
     recipe = Recipe([Arm("a", "prenorm", options={"data": str(folder)}), Arm("b", "prenorm")])
     assert [recipe.settings(arm).data.tokenizer for arm in recipe.arms] == ["bpe:260", "bytes"]
-    assert load_texts(recipe.settings(recipe.arms[0]).data, {}).num_classes == 260
+    examples = load_texts(recipe.settings(recipe.arms[0]).data, {})
+    tokens = examples.valid["held-out"].tokens
+    bits = tokens.entropy_per_token * len(tokens)
+    assert examples.num_classes == 260
+    assert math.isclose(examples.entropy, bits / tokens.text_bytes)
 
     (folder / "corpus.json").write_text('{"tokenizer": 1}')
     with pytest.raises(ValueError, match="prepared: damaged, prepare it again"):

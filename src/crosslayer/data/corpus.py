@@ -56,11 +56,6 @@ class Corpus:
     tokenizer: Tokenizer
 
     @property
-    def vocab(self) -> int:
-        """The size of the tokenizer's vocabulary."""
-        return self.tokenizer.vocab
-
-    @property
     def digest(self) -> str:
         """Identifies every token, whether tokenised now or read from a prepared folder."""
         parts = [self.tokenizer.digest]
@@ -72,12 +67,6 @@ class Corpus:
     def bytes_per_token(self) -> dict[str, float]:
         """Of each validation set. Bits a token divided by it are bits a byte."""
         return {name: w.tokens.text_bytes / len(w.tokens) for name, w in self.valid.items()}
-
-    @property
-    def entropy(self) -> dict[str, float]:
-        """Order-0 entropy of each validation set's tokens, in bits a byte of its text."""
-        ratios = self.bytes_per_token
-        return {name: w.tokens.entropy_per_token / ratios[name] for name, w in self.valid.items()}
 
 
 def load_corpus(
@@ -100,8 +89,9 @@ def load_corpus(
     check_positive(context=context)
     sets = name_sets(source, valid)
     check_sources(sets)  # before a tokenizer is downloaded
-    if TextSource.parse(source).kind == "prepared":
-        streams, loaded = _open_with_sets(source, tokenizer, valid or {})
+    parsed = TextSource.parse(source)
+    if parsed.kind == "prepared":
+        streams, loaded = _open_with_sets(parsed.path, tokenizer, valid or {})
         names = list(streams)
     else:
         loaded = load_tokenizer(tokenizer or BYTE_TOKENIZER, lambda: training_texts(sets))
@@ -121,10 +111,10 @@ def load_corpus(
 
 
 def _open_with_sets(
-    source: str, tokenizer: str | None, valid: dict[str, str]
+    folder: str, tokenizer: str | None, valid: dict[str, str]
 ) -> tuple[dict[str, TokenStream], Tokenizer]:
     """The sets of a prepared folder, and further validation sets tokenised now."""
-    prepared = open_prepared(source)
+    prepared = open_prepared(folder)
     known = prepared.tokenizer
     tokenizer = tokenizer or known.name
     is_same = tokenizer == known.name
@@ -132,10 +122,10 @@ def _open_with_sets(
         is_same = known.has_ids_of(load_tokenizer(tokenizer))
     if not is_same:
         raise ValueError(
-            f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; name that one, "
+            f"{folder}: prepared with the tokenizer {known.name}, not {tokenizer}; name that one, "
             "or none"
         )
     for name in valid:
         if name in prepared.streams:
-            raise ValueError(f"{source}: has a set {name} already; choose another name")
+            raise ValueError(f"{folder}: has a set {name} already; choose another name")
     return prepared.streams | encode_in_memory(read_sets(valid, known), known), known

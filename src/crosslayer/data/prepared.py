@@ -123,12 +123,12 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
         raise ValueError(f"{folder}: damaged, prepare it again ({reason})") from None
 
 
-def find_tokenizer_name(folder: str | Path) -> str | None:
-    """The name of the tokenizer of a prepared folder; None where it is no such folder.
+def find_tokenizer_name(place: str) -> str | None:
+    """The name of the tokenizer of a source that is a prepared folder; None for any other source.
 
     A damaged folder has none either: `open_prepared` says what is wrong with it.
     """
-    file = Path(folder) / CORPUS_FILE
+    file = Path(place.removeprefix("datasets:")) / CORPUS_FILE
     if not file.is_file():
         return None
     try:

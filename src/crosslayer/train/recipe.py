@@ -277,7 +277,9 @@ def _tiny_options(stated: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
 
 
 def _scale_config_value(key: str, value: Any, width_ratio: float, heads_ratio: float) -> Any:
-    """A value of `model_config` for a narrower model."""
+    """A value of `model_config` for a narrower model. What is no number stays as it is."""
+    if not isinstance(value, int | float):
+        return value
     if key.endswith(("intermediate_size", "n_inner")) and value:
         return max(16, round(value * width_ratio / 16) * 16)
     if key == "num_key_value_heads":

@@ -141,7 +141,7 @@ def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
     return Examples(
         train=corpus.train,
         valid=dict(corpus.valid),
-        num_classes=corpus.vocab,
+        num_classes=corpus.tokenizer.vocab,
         digest=corpus.digest,
         sizes={
             "bytes to train on": corpus.train.tokens.text_bytes,
@@ -149,7 +149,7 @@ def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
         },
         tokenizer=corpus.tokenizer,
         bytes_per_token=corpus.bytes_per_token,
-        entropy=corpus.entropy[first],
+        entropy=corpus.valid[first].tokens.entropy_per_token / corpus.bytes_per_token[first],
         valid_groups=data.valid_groups,
     )
 
