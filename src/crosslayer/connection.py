@@ -88,6 +88,8 @@ class Connection(Float32Parameters, Generic[StateT]):
             connects must have these norms.
         gate_field: the field of the state that weights the pending write or, where no field does,
             the stream that it joins. Diagnostics log it.
+        gate_limits: the two values between which the gate lies, such as (0, 1) of a sigmoid; None
+            where nothing bounds it. An instance whose options change them sets others.
         weight_decay_params: own parameters that take weight decay. The others take none.
         test_variants: specs with options that the laws (crosslayer.testing.laws) cover too.
         options: the options of the spec that built this connection.
@@ -111,6 +113,7 @@ class Connection(Float32Parameters, Generic[StateT]):
     parts_are_streams: ClassVar[bool] = False
     part_label: ClassVar[str] = "part {}"
     gate_field: ClassVar[str] = ""
+    gate_limits: tuple[float, float] | None = None
     # The state in `class Hyper(Connection[Streams])`; None for an abstract class.
     state_class: ClassVar[type | None] = None
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()

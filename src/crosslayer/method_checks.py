@@ -29,6 +29,7 @@ _ATTRIBUTE_TYPES: dict[str, Any] = {
     "ports": tuple,
     "fractions": int,
     "weighs_channels": bool,
+    "gate_limits": tuple | NoneType,
     "options": dict,
     "output_scale": int | float,
     "stream_dtype": torch.dtype | NoneType,

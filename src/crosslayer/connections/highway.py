@@ -42,6 +42,7 @@ class Highway(Connection[Carried]):
 
     initial_function = "other"
     gate_field = "g"
+    gate_limits = (0.0, 1.0)
     weight_decay_params = frozenset({"W"})
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, bias: float = -2.0):

@@ -85,6 +85,7 @@ class MGR(FusedNormConnection[Gated]):
 
     parts_are_streams = True
     gate_field = "beta"
+    gate_limits = (0.0, 1.0)
     initial_function: InitialFunction = "other"
     test_variants = (
         "mgr(gate='independent')",

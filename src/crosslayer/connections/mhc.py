@@ -143,6 +143,7 @@ class MHC(FusedNormConnection[Manifold]):
         if residual == "identity":
             idle = {"iterations": iterations, "orientation": orientation, "order": order}
             check_idle_options(MHC, "residual='identity'", **idle)
+        self.gate_limits = (post_eps, post_eps + magnitude)
         self.n = streams
         self.iterations = iterations
         self.source_is_column = orientation == "dst src"

@@ -56,6 +56,7 @@ class MHCLite(FusedNormConnection[Streams]):
 
     parts_are_streams = True
     gate_field = "beta"
+    gate_limits = (0.0, 2.0)
     sums_streams = True
     initial_function = "prenorm up to scales"
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})

@@ -39,18 +39,21 @@ def draw_gate_boxes(axes: Any, gates: Sequence[GateStatistics]) -> None:
 
 
 def draw_gate_histogram(axes: Any, gates: Sequence[GateStatistics]) -> None:
-    """The share of gate values of all layers in each bin, their mean and what is below 0.1."""
+    """The share of gate values of all layers in each bin, and their mean and maximum.
+
+    Of gates between 0 and 1 also the share below 0.1.
+    """
     counts = torch.stack([gate.counts for gate in gates]).sum(0)
     shares = 100 * counts / counts.sum()
     edges = gates[0].edges
     axes.stairs(shares.numpy(), edges.numpy(), fill=True, color=COLOURS[0], alpha=0.8)
     mean = statistics.fmean(gate.mean for gate in gates)
-    small = statistics.fmean(gate.below_tenth for gate in gates)
     largest = max(gate.maximum for gate in gates)
     axes.axvline(mean, color=COLOURS[1], label=f"mean {mean:.3f}")
-    axes.axvline(
-        SMALL_GATE, color="#666666", linestyle=":", label=f"{small:.1%} are below {SMALL_GATE}"
-    )
+    if gates[0].limits == (0, 1):
+        small = statistics.fmean(gate.below_tenth for gate in gates)
+        label = f"{small:.1%} are below {SMALL_GATE}"
+        axes.axvline(SMALL_GATE, color="#666666", linestyle=":", label=label)
     axes.plot([], [], " ", label=f"maximum {largest:.3f}")
     use_log_scale(axes)
     axes.set_xlabel(f"{gates[0].name}, all layers")

@@ -19,6 +19,7 @@ GATE_BINS = 100
 SAMPLED_TOKENS = 16_384
 SAMPLED_VALUES = 2**20
 SMALL_GATE = 0.1  # the paper's "majority falling below 0.1"
+GateLimits = tuple[float, float] | None
 
 
 @dataclass
@@ -28,19 +29,21 @@ class GateStatistics:
     Attributes:
         name: the field of the state, like "beta".
         writer: label of the sub-layer whose output is gated.
+        limits: the connection's `gate_limits`.
         mean: of all values.
         minimum, maximum: of all values.
         below_tenth: the share of values below 0.1.
         quartiles: minimum, 25, 50, 75 % and maximum, [5].
         whiskers: the smallest and the largest value within 1.5 interquartile ranges of the box, as
             in Tukey's box plots. Values beyond are outliers.
-        edges: of the bins, the same for all gates of a model: from 0 to 1 where all lie there, else
-            from the smallest to the largest. [`GATE_BINS` + 1]
+        edges: of the bins, the same for all gates of a model: from one limit to the other where
+            there are limits, else from the smallest value to the largest. [`GATE_BINS` + 1]
         counts: of sampled values in each bin.
     """
 
     name: str
     writer: str
+    limits: GateLimits
     mean: float
     minimum: float
     maximum: float
@@ -68,9 +71,10 @@ def share_bins(gates: Sequence[GateStatistics]) -> list[GateStatistics]:
 
 
 class _GateRecord:
-    def __init__(self, name: str, writer: str, channels: int):
+    def __init__(self, name: str, writer: str, limits: GateLimits, channels: int):
         self.name = name
         self.writer = writer
+        self.limits = limits
         self.moments = RunningMoments()
         self.small = RunningMoments()
         self.minimum = float("inf")
@@ -92,6 +96,7 @@ class _GateRecord:
         return GateStatistics(
             name=self.name,
             writer=self.writer,
+            limits=self.limits,
             mean=self.moments.mean.mean().item(),
             minimum=self.minimum,
             maximum=self.maximum,
@@ -115,19 +120,18 @@ class GateRecorder:
         gate = getattr(visit.state, name, None)
         if gate is not None:
             channels = gate.shape[-1]
-            record = self._records.setdefault(label, _GateRecord(name, writer, channels))
+            record = _GateRecord(name, writer, visit.connection.gate_limits, channels)
+            record = self._records.setdefault(label, record)
             record.add(gate.float().reshape(-1, channels))
 
     def result(self) -> dict[str, GateStatistics]:
         """By the label of the site."""
         if not self._records:
             return {}
-        low = min(record.minimum for record in self._records.values())
-        high = max(record.maximum for record in self._records.values())
-        if low >= 0 and high <= 1:
-            low = 0.0
-            high = 1.0
-        elif low == high:  # bins need an interval that is not empty
+        records = self._records.values()
+        low = min(record.limits[0] if record.limits else record.minimum for record in records)
+        high = max(record.limits[1] if record.limits else record.maximum for record in records)
+        if low == high:  # bins need an interval that is not empty
             low = low - 0.5
             high = high + 0.5
         edges = torch.linspace(low, high, GATE_BINS + 1, dtype=torch.float64)

@@ -21,7 +21,7 @@ from .observation import SiteVisit, site_label
 _COLLAPSED_COSINE = 0.999  # mean cosine of two streams
 UNUSED_SHARE = 0.01  # a stream's weight in reads, of the largest stream's
 CONSTANT_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
-SATURATED_GATE = 0.01  # mean distance of a gate from 0 or 1, for gates within [0, 1]
+SATURATED_GATE = 0.01  # distance of a mean gate from a limit, of the distance between the limits
 
 
 @dataclass
@@ -205,10 +205,13 @@ def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:
             alarms += _unused_streams(reads, streams)
     for site in sites:
         gate = site.gate
-        if gate is None or gate.minimum < 0 or gate.maximum > 1:
+        if gate is None or gate.limits is None:
             continue
-        if min(gate.mean, 1 - gate.mean) < SATURATED_GATE:
-            alarms.append(f"saturated gate: {gate.name} at {site.label}, mean {gate.mean:.4f}")
+        low, high = gate.limits
+        if min(gate.mean - low, high - gate.mean) < SATURATED_GATE * (high - low):
+            alarms.append(
+                f"saturated gate: {gate.name} of {gate.writer}'s output, mean {gate.mean:.4f}"
+            )
     return alarms
 
 
