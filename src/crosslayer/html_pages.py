@@ -13,7 +13,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
 p { margin: .3rem 0 .8rem; max-width: 60rem; } .note { color: var(--faint); font-size: .9rem; }
 .scroll { overflow-x: auto; margin-bottom: 1.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
+th, td { padding: .3rem .7rem; min-width: 4rem; text-align: left; vertical-align: top;
          border-bottom: 1px solid var(--line); }
 .numbers :is(th, td):not(:first-child) { text-align: right; } .numbers td { white-space: nowrap; }
 .charts { display: grid; gap: 0 1rem; margin-bottom: 1.2rem;

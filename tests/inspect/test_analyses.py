@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -143,14 +142,16 @@ def test_wrong_weights_are_named(monkeypatch):
         unfold_connections(backbone("mgr"), BATCHES)
 
 
-def test_weights_of_another_shape_are_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "shape", "columns"), [("carry", (4, 4), 1), ("write", (2, 17, 1, 2), 1)]
+)
+def test_weights_of_another_shape_are_named(monkeypatch, name, shape, columns):
     right = MGR.mixing_weights
-    weights = torch.ones(4, 4)
-    wrong = lambda connection, state: right(connection, state)._replace(carry=weights)  # noqa: E731
+    weights = {name: torch.ones(shape)}
+    wrong = lambda connection, state: right(connection, state)._replace(**weights)  # noqa: E731
     monkeypatch.setattr(MGR, "mixing_weights", wrong)
-    with pytest.raises(
-        ValueError, match=r"mixing_weights of mgr: carry must be \[out 1 K\] or .*, got"
-    ):
+    expected = rf"mixing_weights of mgr: {name} must be \[out {columns} K\] or .*, got"
+    with pytest.raises(ValueError, match=expected):
         unfold_connections(backbone("mgr"), BATCHES)
 
 
@@ -239,12 +240,17 @@ def test_a_model_that_is_no_number_fails_alone():
     assert inspection.failures()[0].startswith("lens: BertLMHeadModel sees the tokens")
     assert list(inspection.results) == ["cosines"]
     # what does not apply to it is not called failed, and without batches nothing is
-    subject = InspectionSubject(encoder, [])
-    for analyses, batches in ((("ways", "pruning"), BATCHES), (("lens", "ablation"), [])):
-        inspection = inspect_model("encoder", replace(subject, batches=batches), analyses)
+    empty = [{"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}]
+    observed = ("mixing", "unfolded", "cosines", "distances", "scales")
+    for analyses, batches, failures in (
+        (("ways", "pruning"), BATCHES, 0),
+        (("lens", "ablation"), [], 2),
+        (observed, empty, 5),
+    ):
+        inspection = inspect_model("encoder", InspectionSubject(encoder, batches), analyses)
         reasons = list(inspection.not_done.values())
         assert all(reason.startswith("nothing was") for reason in reasons)
-        assert len(reasons) == (0 if batches else 2) and not inspection.results
+        assert len(reasons) == failures and not inspection.results
 
 
 class TwoStreams(NamedTuple):

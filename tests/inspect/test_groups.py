@@ -574,7 +574,7 @@ def test_gates_of_seeds_are_averaged_over_the_same_bins():
     gates = []
     for low, high in ((0.0, 2.0), (1.0, 4.0)):
         recorder = GateRecorder()
-        record = recorder._records.setdefault("1.attn", _GateRecord("beta", "0.mlp", 1))
+        record = recorder._records.setdefault("1.attn", _GateRecord("beta", "0.mlp", None, 1))
         record.add(torch.linspace(low, high, 6001)[:, None])
         gates.append(recorder.result()["1.attn"])
     mean = combine_values(gates, seed_mean)
@@ -586,7 +586,7 @@ def test_gates_of_seeds_are_averaged_over_the_same_bins():
 
 def test_gates_of_channels_are_sampled():
     """A gate per channel has more values than torch's quantile takes."""
-    record = _GateRecord("gate", "0.mlp", 2048)
+    record = _GateRecord("gate", "0.mlp", (0, 1), 2048)
     for _ in range(64):
         record.add(torch.rand(256, 2048))
     edges = torch.linspace(0, 1, 101, dtype=torch.float64)

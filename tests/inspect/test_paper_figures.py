@@ -17,7 +17,8 @@ from crosslayer.inspect import (
     summarise_mixing,
     unfold_connections,
 )
-from crosslayer.inspect.figures_connections import draw_distances, draw_mix_pattern
+from crosslayer.inspect.figures import draw_matrix
+from crosslayer.inspect.figures_connections import distance_matrix, draw_mix_pattern
 from crosslayer.inspect.figures_scales import draw_gate_boxes
 from crosslayer.inspect.mixing_summary import find_mix_pattern
 from crosslayer.inspect.moments import TokenSample
@@ -204,12 +205,15 @@ def test_a_static_stream_of_mgr():
 def test_distances_are_drawn_as_in_the_paper():
     distances = compare_depths(OwnModel("prenorm", layers=3), EMBEDDING)
     picture = axes()
-    draw_distances(picture, distances)
+    draw_matrix(picture, **distance_matrix(distances))
     shown = torch.tensor(picture.images[0].get_array().filled(math.nan))
     assert shown.shape == (3, 3)
     assert shown[1, 0] == distances.angular[0, 4]  # of block 0 and the second block after it
-    assert shown[0, 2] == distances.angular[4, 6]
+    assert shown[2, 2] == distances.angular[4, 6]  # the first block after, in the lowest row
     assert shown[1, 2].isnan()
+    distances.angular[0, 4] = 0
+    draw_matrix(picture, **distance_matrix(distances))
+    assert not picture.images[-1].get_array().mask[1, 0], "a distance of zero is no gap"
 
 
 def test_a_planted_massive_activation_stays_in_the_stream():
@@ -267,12 +271,29 @@ def test_planted_gates():
     assert markers[0].get_ydata().tolist() == [gate.maximum]
 
 
+def saturated_gates(model) -> list[str]:
+    alarms = find_alarms(measure_scales(model, EMBEDDING), summarise_mixing(model, EMBEDDING))
+    return [alarm for alarm in alarms if "saturated gate" in alarm]
+
+
 @pytest.mark.parametrize(("beta", "alarms"), [(0.001, 8), (0.5, 0), (0.999, 8)])
 def test_a_gate_near_0_or_1_is_saturated(beta, alarms):
     """An alarm for each of 8 outputs."""
-    model = mgr_with_gates([beta])
-    found = find_alarms(measure_scales(model, EMBEDDING), summarise_mixing(model, EMBEDDING))
-    assert len([alarm for alarm in found if "saturated gate" in alarm]) == alarms
+    found = saturated_gates(mgr_with_gates([beta]))
+    assert len(found) == alarms
+    if found:
+        assert found[0] == f"saturated gate: beta of 0.attn's output, mean {beta:.4f}"
+
+
+def test_a_gate_of_1_is_saturated_only_at_a_limit():
+    """Weights of 1 are where other methods begin: β of hyper has no limits, post of mHC 0 and 2."""
+    for spec in ("hyper", "mhc", "mhc_lite", "altup", "skip_gain", "frac"):
+        assert not saturated_gates(OwnModel(spec)), spec
+    model = OwnModel("mhc(streams=2)")
+    site = find_connections(model)[3]
+    with torch.no_grad():
+        site.base[2:4] = 20
+    assert saturated_gates(model) == ["saturated gate: post of 1.mlp's output, mean 2.0000"]
 
 
 def test_a_sample_of_many_tokens_is_even():

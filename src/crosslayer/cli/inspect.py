@@ -223,14 +223,14 @@ def _inspect_models(
     analyses = {analysis for section in sections for analysis in section.analyses}
     inspections = []
     configurations = []
-    seen = []
+    seen: dict[str, list[str]] = {}  # what was shown to which models
     steps = [find_step(source) for source in models.values()]
     runs = _short_names([run for run, _ in steps])
     with InspectionBar(console) as bar:
         for (name, source), run, (_, step) in zip(models.items(), runs, steps, strict=True):
             bar.show_step(name, "opening", 0, 1)
             subject = _open_subject(source, options, device)
-            seen.append(f"{name}: {describe_subject(subject)}")
+            seen.setdefault(describe_subject(subject), []).append(name)
             configurations.append(describe_configuration(subject.model))
             show_step = partial(bar.show_step, name)
             inspection = inspect_model(name, subject, analyses, show_step)
@@ -242,7 +242,11 @@ def _inspect_models(
             console.print(
                 "No two models have the same configuration and step: there is no mean over seeds."
             )
-    return inspections, f"{options.data}. {'; '.join(seen)}."
+    if len(seen) > 1:
+        shown = "; ".join(f"{', '.join(names)}: {subject}" for subject, names in seen.items())
+    else:
+        shown = "".join(seen)
+    return inspections, f"{options.data}: {shown}."
 
 
 def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject":

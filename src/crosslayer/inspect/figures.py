@@ -15,7 +15,7 @@ from ..plotting import COLOURS, line_look
 
 _SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
-_MAX_TICKS = 13
+_MAX_TICKS = 20
 _MOST_INSIDE = 6  # labels of a legend within the axes
 _LONGEST_INSIDE = 28  # characters of one of them
 _MOST_LABELS = 24  # of a legend; more leave no room for the figure
@@ -35,6 +35,7 @@ def draw_matrix(
     row_title: str = "input of",
     column_title: str = "output of",
     unit: str = "weight",
+    marks: Sequence[int] = (),
 ) -> None:
     """A matrix of weights. What is exactly zero, or NaN, stays blank.
 
@@ -47,6 +48,7 @@ def draw_matrix(
         signed: colours on both sides of zero; else from zero upwards.
         row_title, column_title: beside the labels.
         unit: of the values, beside the colours.
+        marks: columns with a green triangle below them.
     """
     shown = values.double().clone()
     shown[shown == 0] = float("nan")
@@ -59,6 +61,8 @@ def draw_matrix(
     )
     axes.set_facecolor("#eeeeee")
     axes.spines[:].set_visible(True)
+    for column in marks:
+        axes.plot(column, len(rows) - 0.45, "^", color="#009E73", clip_on=False)
     label_ticks(axes.yaxis, rows)
     label_ticks(axes.xaxis, columns, rotation=90)
     axes.set_ylabel(row_title)

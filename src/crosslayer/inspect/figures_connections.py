@@ -8,20 +8,11 @@ import torch
 from torch import Tensor
 
 from ..plotting import COLOURS, line_look
-from .figures import POSITIVE_MAP, draw_matrix, finish_lines, join_labels, label_ticks
+from .figures import POSITIVE_MAP, finish_lines, join_labels, label_ticks
 from .mixing_summary import MixPattern
 from .similarity import CosineSimilarity, DepthDistances
-from .unfolding import UnfoldedMap
 
 PLAIN_COLOUR = "#999999"  # of what a plain Transformer has as well
-
-
-def draw_unfolded_map(axes: Any, unfolded: UnfoldedMap, limit: float | None = None) -> None:
-    """c_kj, with a green mark at each attention, as in HC Figure 7."""
-    draw_matrix(axes, unfolded.mean, unfolded.inputs, unfolded.sources, limit)
-    for number, label in enumerate(unfolded.sources):
-        if label.endswith(".attn"):
-            axes.plot(number, len(unfolded.inputs) - 0.45, "^", color="#009E73", clip_on=False)
 
 
 def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
@@ -69,28 +60,28 @@ def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind
     finish_lines(axes, len(models))
 
 
-def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = None) -> None:
-    """Angular distance of the last token between block ℓ and the n-th block after it.
+def distance_matrix(distances: DepthDistances, stream: int | None = None) -> dict[str, Any]:
+    """The arguments of `draw_matrix` for the angular distance of the last token between block ℓ and
+    the n-th block after it.
 
     ℓ is on the horizontal axis and n on the vertical one, as in MGR Figures 3, 8 and 9.
 
     Args:
-        axes: of matplotlib.
         distances: of all pairs of sites.
         stream: whose distances; None for the blocks' inputs.
     """
-    shown = distances_ahead(distances, stream)
-    blocks = len(shown)
-    image = axes.imshow(
-        shown.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=0.5, aspect="auto", origin="lower"
-    )
-    axes.set_facecolor("#eeeeee")
-    axes.spines[:].set_visible(True)
-    label_ticks(axes.xaxis, [str(block) for block in range(blocks)])
-    label_ticks(axes.yaxis, [str(n) for n in range(1, blocks + 1)])
-    axes.set_xlabel("initial block ℓ")
-    axes.set_ylabel("its subsequent n-th block")
-    axes.figure.colorbar(image, ax=axes, shrink=0.85, label="angular distance, of π")
+    values = distances_ahead(distances, stream).clamp_min(1e-12)  # zero would be left blank
+    blocks = [str(block) for block in range(len(values) + 1)]
+    return {
+        "values": values.flip(0),  # n grows upwards
+        "rows": blocks[:0:-1],
+        "columns": blocks[:-1],
+        "limit": 0.5,
+        "signed": False,
+        "row_title": "its subsequent n-th block",
+        "column_title": "initial block ℓ",
+        "unit": "angular distance, of π",
+    }
 
 
 def distances_ahead(distances: DepthDistances, stream: int | None) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sites import SPLIT_PORT_NAMES
 from .unfolding import UnfoldedMap
 
 # A weight counts as absent below this share of the mean weight of its row or column.
@@ -58,7 +57,7 @@ class MapFindings:
 def find_map_findings(unfolded: UnfoldedMap) -> MapFindings:
     """The findings of a map. See `MapFindings`."""
     weights = unfolded.mean.abs()
-    counts = _sources_before_inputs(unfolded)
+    counts = unfolded.sources_before
     rows = [row[:count] for row, count in zip(weights, counts, strict=True)]
     readout = rows[-1]
     attention = ["attn" in label and "mlp" not in label for label in unfolded.sources]
@@ -74,28 +73,6 @@ def find_map_findings(unfolded: UnfoldedMap) -> MapFindings:
         wasted=_wasted_sources(weights, unfolded.sources),
         opposite_signs=_opposite_signs(unfolded) if unfolded.has_streams else [],
     )
-
-
-def _sources_before_inputs(unfolded: UnfoldedMap) -> list[int]:
-    """The number of sources that exist where each input is read."""
-    counts = []
-    site = 1  # its output is the source of that number
-    labels_of_site: set[str] = set()
-    for label in unfolded.inputs[:-1]:
-        while label in labels_of_site or not _is_input_of(label, unfolded.sources[site]):
-            site += 1
-            labels_of_site = set()
-        labels_of_site.add(label)
-        counts.append(site)
-    return [*counts, len(unfolded.sources)]
-
-
-def _is_input_of(label: str, site: str) -> bool:
-    """Whether an input, like "3.q", is one of a site's, like "3.attn+mlp"."""
-    layer, _, ports = label.partition(".")
-    site_layer, _, site_ports = site.partition(".")
-    names = {"attn"} if ports in SPLIT_PORT_NAMES else set(ports.split("+"))
-    return layer == site_layer and names <= set(site_ports.split("+"))
 
 
 def _lambda_score(rows: list[Tensor]) -> float:

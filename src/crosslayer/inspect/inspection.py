@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,9 +87,16 @@ class DerivedAnalysis(NamedTuple):
     run: Callable[..., Any]
 
 
-def _count_way_passes(subject: InspectionSubject) -> int:
-    ways = way_removals(subject.model)
-    return 1 + len(ways) if ways else 0
+def _removal_analysis(
+    ablate: Callable[[Any, Any], Any], removals: Callable[[Any], Sized]
+) -> SingleAnalysis:
+    """An analysis that removes parts of the model, one at a time."""
+
+    def count_passes(subject: InspectionSubject) -> int:
+        parts = len(removals(subject.model))
+        return 1 + parts if parts else 0
+
+    return SingleAnalysis(lambda s: ablate(s.model, s.batches), count_passes, scores=True)
 
 
 def _measure_attention(subject: InspectionSubject) -> HeadActivations:
@@ -122,21 +129,9 @@ _SINGLE_ANALYSES = {
         lambda subject: measure_block_gradients(subject.model, subject.batches), scores=True
     ),
     "attention": SingleAnalysis(_measure_attention),
-    "ablation": SingleAnalysis(
-        lambda subject: ablate_sublayers(subject.model, subject.batches),
-        passes=lambda subject: 1 + len(sublayer_removals(subject.model)),
-        scores=True,
-    ),
-    "ways": SingleAnalysis(
-        lambda subject: ablate_ways(subject.model, subject.batches),
-        passes=_count_way_passes,
-        scores=True,
-    ),
-    "blocks": SingleAnalysis(
-        lambda subject: ablate_blocks(subject.model, subject.batches),
-        passes=lambda subject: 1 + len(block_removals(subject.model)),
-        scores=True,
-    ),
+    "ablation": _removal_analysis(ablate_sublayers, sublayer_removals),
+    "ways": _removal_analysis(ablate_ways, way_removals),
+    "blocks": _removal_analysis(ablate_blocks, block_removals),
     "sources": SingleAnalysis(
         lambda subject: ablate_sources(subject.model, subject.batches, _chosen_layers(subject)),
         passes=lambda subject: 2 + len(_find_mix_weights(subject)),

@@ -4,8 +4,9 @@ Nothing of a batch is kept but what an analysis keeps, so memory does not grow w
 tokens.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ LABELS = "labels"
 MODEL_INPUTS = frozenset({"input_ids", "pixel_values"})
 
 
+@dataclass(eq=False)
 class SiteVisit:
     """One site in one batch: the state that it reads, with the write of the sub-layer before it.
 
@@ -45,17 +47,10 @@ class SiteVisit:
             the first one, which is the class token; [N] bool.
     """
 
-    def __init__(
-        self,
-        connection: Connection[Any],
-        state: Any,
-        samples: Tensor,
-        answers: Tensor,
-    ):
-        self.connection = connection
-        self.state = state
-        self.samples = samples
-        self.answers = answers
+    connection: Connection[Any]
+    state: Any
+    samples: Tensor
+    answers: Tensor
 
     @cached_property
     def _mixed(self) -> tuple[tuple[Tensor, ...], Any]:
@@ -112,7 +107,7 @@ class SiteVisit:
         of_tokens = {}
         for name in ("write", "read", "carry"):
             matrix = getattr(weights, name)
-            if matrix.dim() < 3 or matrix.shape[-2] != columns:
+            if matrix.dim() not in (3, 5) or matrix.shape[-2] != columns:
                 raise ValueError(
                     f"mixing_weights of {self.connection.name}: {name} must be [out {columns} K] "
                     f"or [B T out {columns} K], got {format_shape(matrix.shape)}"
@@ -164,8 +159,10 @@ def observe_model(
 
     Raises:
         TypeError: a batch is no mapping.
-        ValueError: `connect` does not recognise the model, or a state is not finite.
+        ValueError: `connect` does not recognise the model, a state is not finite, or the batches
+            have no token.
     """
+    has_tokens = False
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
@@ -180,6 +177,8 @@ def observe_model(
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
                 run_headless_model(model, arguments)
+            has_tokens = True
+    check_observed(has_tokens)
 
 
 def model_arguments(batch: ModelInputs, device: torch.device) -> dict[str, Tensor]:
@@ -286,9 +285,9 @@ def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInp
     return SiteVisit(connection, state, samples, answers)
 
 
-def check_observed(of_sites: Collection[Any]) -> None:
-    """Raise a ValueError where an analysis was shown no site."""
-    if not of_sites:
+def check_observed(has_tokens: bool) -> None:
+    """Raise a ValueError where batches had no token to look at."""
+    if not has_tokens:
         raise ValueError("nothing was observed: give at least one batch of at least one token")
 
 

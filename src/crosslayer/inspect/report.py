@@ -137,90 +137,87 @@ def _joined(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-# title of a column, and a group's text in it
-_TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
-    ("run", lambda group: group.label),
-    ("connection", lambda group: group.connection),
-    ("data", lambda group: group.data),
-    ("seeds", lambda group: str(len(group.seeds))),
-    ("parameters", lambda group: _shown(group.parameters, format_size)),
-    ("loss on the first validation set", lambda group: _shown(group.loss, "{:.4f}".format)),
-    (
-        "range over seeds",
-        lambda group: (
-            _shown(group.loss_range, lambda ends: f"{ends[0]:.4f} to {ends[1]:.4f}")
-            if len(group.seeds) > 1
-            else ""
-        ),
-    ),
-    ("spikes", lambda group: str(group.spikes)),
-    ("times fewer tokens", lambda group: _shown(group.speedup, "{:.2f}".format)),
-    ("time of training", lambda group: _shown(group.seconds, format_duration)),
-    (
-        "training, tokens (images) per second",
-        lambda group: _shown(group.training_speed, format_number),
-    ),
-    (
-        "inference, examples per second",
-        lambda group: _shown(group.inference_speed, format_number),
-    ),
-    ("mean accuracy of tasks", lambda group: _shown(group.accuracy, "{:.3f}".format)),
+def _range_text(ends: tuple[float, float]) -> str:
+    lowest, highest = ends
+    return "" if lowest == highest else f"{lowest:.4f} to {highest:.4f}"
+
+
+# title of a column, the field of a `GroupSummary`, and its text, of values that are not None
+_TRAINING_COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("run", "label", str),
+    ("connection", "connection", str),
+    ("data", "data", str),
+    ("seeds", "seeds", lambda seeds: str(len(seeds))),
+    ("parameters", "parameters", format_size),
+    ("loss on the first validation set", "loss", "{:.4f}".format),
+    ("range over seeds", "loss_range", _range_text),
+    ("spikes", "spikes", str),
+    ("times fewer tokens", "speedup", "{:.2f}".format),
+    ("time of training", "seconds", format_duration),
+    ("training, tokens (images) per second", "training_speed", format_number),
+    ("inference, examples per second", "inference_speed", format_number),
+    ("mean accuracy of tasks", "accuracy", "{:.3f}".format),
 ]
 
 
 def _training_html(groups: Sequence[GroupSummary]) -> str:
     """A row for each group, with the columns that any group has a text in."""
-    columns = [(title, [show(group) for group in groups]) for title, show in _TRAINING_COLUMNS]
-    columns = [(title, texts) for title, texts in columns if any(texts)]
-    titles = [title for title, _ in columns]
-    return render_table(titles, zip(*(texts for _, texts in columns), strict=True), "numbers")
+    titles = []
+    columns = []
+    for title, field, show in _TRAINING_COLUMNS:
+        values = [getattr(group, field) for group in groups]
+        texts = ["" if value is None else show(value) for value in values]
+        if any(texts):
+            titles.append(title)
+            columns.append(texts)
+    return render_table(titles, zip(*columns, strict=True), "numbers")
 
 
-def _shown(value: Any, show: Callable[[Any], str]) -> str:
-    return "" if value is None else show(value)
+def _number(value: float) -> str:
+    return NOT_KNOWN if math.isnan(value) else f"{value:.2f}"
 
 
-# title, the analysis that it shows, and its text
-_FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
-    ("Λ score (1: as pre-norm)", "findings", lambda found: _number(found.lambda_score)),
+def _listed(values: Sequence[str]) -> str:
+    shown = "; ".join(values[:8])
+    if len(values) > 8:
+        shown += f" and {len(values) - 8} more"
+    return shown or "none"
+
+
+# title of a row, the analysis, the field of its result ("": the result), and its text
+_FINDINGS: list[tuple[str, str, str, Callable[[Any], str]]] = [
+    ("Λ score (1: as pre-norm)", "findings", "lambda_score", _number),
     (
         "weight of the embedding in the readout (1: as the mean source)",
         "findings",
-        lambda found: _number(found.embedding_in_readout),
+        "embedding_in_readout",
+        _number,
     ),
-    (
-        "share of weights on attentions",
-        "findings",
-        lambda found: _number(found.attention_share),
-    ),
-    (
-        "reach of attentions (1: as MLPs)",
-        "findings",
-        lambda found: _number(found.attention_reach),
-    ),
+    ("share of weights on attentions", "findings", "attention_share", _number),
+    ("reach of attentions (1: as MLPs)", "findings", "attention_reach", _number),
     (
         "sub-layers that became parallel",
         "findings",
-        lambda found: _listed([f"{a} ∥ {b}" for a, b in found.parallel_pairs]),
+        "parallel_pairs",
+        lambda pairs: _listed([f"{a} ∥ {b}" for a, b in pairs]),
     ),
-    ("wasted sub-layers", "findings", lambda found: _listed(found.wasted)),
-    (
-        "sources that streams carry with opposite signs",
-        "findings",
-        lambda found: _listed(found.opposite_signs),
-    ),
-    ("largest error of the unfolded map", "unfolded", lambda unfolded: f"{unfolded.error:.1e}"),
-    ("alarms", "alarms", lambda alarms: _listed(alarms)),
+    ("wasted sub-layers", "findings", "wasted", _listed),
+    ("sources that streams carry with opposite signs", "findings", "opposite_signs", _listed),
+    ("largest error of the unfolded map", "unfolded", "error", "{:.1e}".format),
+    ("alarms", "alarms", "", _listed),
 ]
 
 
 def _findings_html(models: InspectedModels) -> str:
     rows = [["connection", *(model.connection for model in models)]]
-    for title, analysis, describe in _FINDINGS:
+    for title, analysis, field, show in _FINDINGS:
         if any(analysis in model.results for model in models):
-            rows.append(
-                [title, *(describe(m[analysis]) if analysis in m.results else "" for m in models)]
-            )
+            texts = []
+            for model in models:
+                result = model.results.get(analysis)
+                value = getattr(result, field, None) if field else result
+                texts.append("" if value is None else show(value))
+            rows.append([title, *texts])
     return render_table(["", *(model.name for model in models)], rows)
 
 
@@ -241,14 +238,3 @@ def _notes_html(models: InspectedModels, training: TrainingReport | None) -> str
         lines = render_notes(f"{name} needs {needs}." for name, needs in training.not_drawn.items())
         shown += f"<details><summary>Views that need other runs</summary>{lines}</details>\n"
     return shown
-
-
-def _number(value: float) -> str:
-    return NOT_KNOWN if math.isnan(value) else f"{value:.2f}"
-
-
-def _listed(values: Sequence[str]) -> str:
-    shown = "; ".join(values[:8])
-    if len(values) > 8:
-        shown += f" and {len(values) - 8} more"
-    return shown or "none"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .moments import RunningMoments, TokenSample
-from .observation import SiteVisit, check_observed, site_label
+from .observation import SiteVisit, site_label
 
 # Tokens whose inputs are kept for CKA, which compares every pair of them.
 _CKA_TOKENS = 512
@@ -92,7 +92,6 @@ class CosineAnalysis:
         self._hidden_before = visit.hidden
 
     def result(self) -> CosineSimilarity:
-        check_observed(self._adjacent)
         labels = list(self._adjacent)
         layers = [str(layer) for layer in range(1, len(self._depths) - 1)]
         depths = [moments.mean for moments in self._depths]
@@ -183,7 +182,6 @@ class DistanceAnalysis:
         self._stream_angular.add(torch.stack(distances, 1))
 
     def result(self) -> DepthDistances:
-        check_observed(self._tokens)
         labels = list(self._tokens)
         streams = torch.zeros(0, len(labels), len(labels))
         if self._stream_angular.count:

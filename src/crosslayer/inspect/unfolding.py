@@ -19,7 +19,7 @@ from torch import Tensor
 from ..connection import Connection
 from ..norms import NormSpec, rstd
 from .moments import RunningMoments
-from .observation import SiteVisit, check_observed, input_labels, site_label
+from .observation import SiteVisit, input_labels, site_label
 
 # The tokens of a batch that are unfolded where each channel has another map.
 _CHANNELWISE_TOKENS = 32
@@ -35,6 +35,7 @@ class UnfoldedMap:
     Attributes:
         sources: labels of y_0 … y_S.
         inputs: labels of the inputs, the readout last.
+        sources_before: the number of sources that exist where each input is read.
         mean: [inputs sources].
         std: over tokens, [inputs sources].
         one_token: the map of one token, chosen at random from the first batch, [inputs sources].
@@ -49,6 +50,7 @@ class UnfoldedMap:
 
     sources: list[str]
     inputs: list[str]
+    sources_before: list[int]
     mean: Tensor
     std: Tensor
     one_token: Tensor
@@ -72,6 +74,7 @@ class UnfoldingAnalysis:
         self._stream_maps: list[RunningMoments] = []
         self._sources: list[str] = []
         self._inputs: list[str] = []
+        self._sources_before: list[int] = []
         self._one_token: Tensor | None = None
         self._one_token_streams: list[Tensor] = []
         self._by_projection = False
@@ -105,7 +108,9 @@ class UnfoldingAnalysis:
         if connection.site.index == 0:
             self._sources = ["embedding"]
             self._inputs = []
+            self._sources_before = []
         self._inputs += input_labels(connection, inputs)
+        self._sources_before += [len(self._sources)] * inputs
         if not connection.is_readout:
             self._sources.append(site_label(connection))
 
@@ -118,16 +123,12 @@ class UnfoldingAnalysis:
             self._one_token_streams.append(numbers[batch.one_token].double().cpu())
 
     def result(self) -> UnfoldedMap:
-        """The map over all tokens so far.
-
-        Raises:
-            ValueError: no batch has been observed.
-        """
-        check_observed(self._sources)
+        """The map over all tokens so far."""
         assert self._one_token is not None
         return UnfoldedMap(
             sources=self._sources,
             inputs=self._inputs,
+            sources_before=self._sources_before,
             mean=self._maps.mean,
             std=self._maps.std,
             one_token=self._one_token.double().cpu(),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...sites import SPLIT_PORT_NAMES
 from ..figures import draw_matrix
-from ..figures_connections import draw_mix_pattern, draw_unfolded_map
+from ..figures_connections import draw_mix_pattern
 from ..inspection import ModelInspection
 from ..mixing_summary import SiteMixing
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
@@ -19,8 +19,13 @@ _VARIES = 1e-6  # a deviation over tokens that is more than rounding
 def _unfolded_panels(models: InspectedModels) -> FigurePanels:
     # One scale for all. The readout may be a sum of streams, so it does not set the scale.
     limit = max(_colour_limit([model["unfolded"].mean[:-1]]) for model in models)
-    draw = partial(draw_unfolded_map, limit=limit)
-    return [(m.name, partial(draw, unfolded=m["unfolded"])) for m in models]
+    panels: FigurePanels = []
+    for m in models:
+        u = m["unfolded"]
+        attentions = [place for place, label in enumerate(u.sources) if label.endswith(".attn")]
+        draw = partial(draw_matrix, values=u.mean, rows=u.inputs, columns=u.sources, limit=limit)
+        panels.append((m.name, partial(draw, marks=attentions)))  # as in HC Figure 7
+    return panels
 
 
 def _colour_limit(matrices: Sequence[Tensor]) -> float:

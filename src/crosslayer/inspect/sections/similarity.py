@@ -3,7 +3,7 @@
 from functools import partial
 
 from ..figures import draw_lines, draw_matrix
-from ..figures_connections import draw_cosines, draw_distances
+from ..figures_connections import distance_matrix, draw_cosines
 from ..similarity import STATIC_DISTANCE
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
@@ -42,13 +42,12 @@ def _distance_panels(models: InspectedModels) -> FigurePanels:
     panels: FigurePanels = []
     for m in models:
         distances = m["distances"]
-        panels.append((m.name, partial(draw_distances, distances=distances)))
+        panels.append((m.name, partial(draw_matrix, **distance_matrix(distances))))
         for stream in range(min(len(distances.streams), MOST_STREAMS)):
             title = f"{m.name}: stream {stream}"
             if stream in distances.static_streams:
                 title += ", static"
-            draw = partial(draw_distances, distances=distances, stream=stream)
-            panels.append((title, draw))
+            panels.append((title, partial(draw_matrix, **distance_matrix(distances, stream))))
     return panels
 
 

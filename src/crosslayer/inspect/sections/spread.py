@@ -12,37 +12,12 @@ from typing import Any
 from ...plotting import DrawPanel
 from ..figures import draw_lines, draw_matrix
 from ..figures_ablation import draw_ablation, draw_block_ablation
-from ..figures_connections import distances_ahead, draw_distances, draw_unfolded_map
 from ..inspection import ModelInspection
 from ..seed_averages import combine_values, seed_deviation, seed_mean
 
 FigurePanels = list[tuple[str, DrawPanel]]  # titles and functions that draw
 
 
-def _map_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
-    unfolded = arguments["unfolded"]
-    return {"values": unfolded.mean, "rows": unfolded.inputs, "columns": unfolded.sources}
-
-
-def _distance_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
-    values = distances_ahead(arguments["distances"], arguments.get("stream")).nan_to_num()
-    blocks = [str(block) for block in range(len(values) + 1)]
-    return {
-        "values": values.flip(0),
-        "rows": blocks[:0:-1],
-        "columns": blocks[:-1],
-        "row_title": "its subsequent n-th block",
-        "column_title": "initial block ℓ",
-        "unit": "angular distance, of π",
-    }
-
-
-# The arguments of `draw_matrix`, from those of a function that draws a matrix.
-_MATRICES: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    draw_matrix: dict,
-    draw_unfolded_map: _map_matrix,
-    draw_distances: _distance_matrix,
-}
 # The argument that has a name and values, a pair a line.
 _LINE_ARGUMENTS: dict[Any, str] = {
     draw_lines: "lines",
@@ -81,14 +56,12 @@ def _spread_panels(title: str, draw: DrawPanel, of_seeds: list[DrawPanel]) -> Fi
     if not isinstance(draw, partial) or len(of_seeds) < 2:
         return [(title, draw)]
     arguments = [seed.keywords for seed in of_seeds if isinstance(seed, partial)]
-    if draw.func in _MATRICES:
-        matrices = [_MATRICES[draw.func](seed) for seed in arguments]
-        values = [matrix["values"] for matrix in matrices]
-        style = {"values": combine_values(values, seed_deviation), "limit": None, "signed": False}
-        deviation = partial(draw_matrix, **{**matrices[0], **style})
-        if draw.func is draw_matrix:
-            draw = partial(draw, values=combine_values(values, seed_mean))
-        return [(title, draw), (f"{title}, deviation over {len(values)} seeds", deviation)]
+    if draw.func is draw_matrix:
+        values = [seed["values"] for seed in arguments]
+        mean = partial(draw, values=combine_values(values, seed_mean))
+        deviations = combine_values(values, seed_deviation)
+        deviation = partial(draw, values=deviations, limit=None, signed=False)
+        return [(title, mean), (f"{title}, deviation over {len(values)} seeds", deviation)]
     if draw.func in _LINE_ARGUMENTS:
         key = _LINE_ARGUMENTS[draw.func]
         return [(title, _draw_bands(draw, key, [seed[key] for seed in arguments]))]
