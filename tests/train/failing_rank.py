@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from crosslayer.train import checkpoint
-from crosslayer.train.export import export_model
+from crosslayer.train.export import export_trained
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import train_arm
 from crosslayer.train.settings import Settings
@@ -53,7 +53,7 @@ def main(text: str, folder: Path) -> None:
     trainer = train_arm(settings, arm, 0, examples, LANGUAGE_TASK)
     if rank == 0:
         trainer.model.save_pretrained = planted
-    errors["model"] = error_of(export_model, trainer.fabric, trainer.model, folder / "model")
+    errors["model"] = error_of(export_trained, trainer, folder / "model")
     (folder / f"{rank}.json").write_text(json.dumps(errors))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from crosslayer.train.export import export_model
+from crosslayer.train.export import export_trained
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import train_arm
 from crosslayer.train.run_state import RunResult
@@ -60,7 +60,7 @@ def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE_TASK):
     except Left:
         return {"losses": losses, "result": None, "weights": None}
     if path:
-        export_model(trainer.fabric, trainer.model, path / "model")
+        export_trained(trainer, path / "model")
     result = asdict(trainer.result())
     return {"losses": losses, "result": result, "weights": digest(trainer.model)}
 

@@ -89,7 +89,7 @@ def compare_and_report(
 def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
-    from ..train.report import table_cells, table_columns, write_comparison_report
+    from ..train.report import comparison_table, write_comparison_report
     from ..train.report_notes import run_notes, table_notes
 
     console = make_console()
@@ -105,14 +105,14 @@ def _run_and_report(comparison: "Comparison") -> int:
     if not is_rank_zero():
         return code
 
-    rows = table_cells(comparison)
+    columns, rows = comparison_table(comparison)
     if not rows:
         console.print(f"{_why_no_rows(comparison, stopped)}; nothing to report.")
         for note in run_notes(comparison):
             console.print(note)
         return code or 1
     write_comparison_report(comparison)
-    table = make_table("crosslayer compare", table_columns(comparison))
+    table = make_table("crosslayer compare", columns)
     for row in rows:
         table.add_row(*row)
     print_table(table, console)

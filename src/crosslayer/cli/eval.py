@@ -14,7 +14,7 @@ from ..files import UNFINISHED_SUFFIX, check_new_file, lock_folder, write_json
 from ..run_folders import EVALUATION_FILE
 from ..validation import check_non_negative, check_positive, dtype_name
 from .console import make_console, make_table, print_table, silence_libraries
-from .options import add_model_options, choose_device, make_parser, parse_model_dtype
+from .options import add_model, add_model_options, choose_device, make_parser, parse_model_dtype
 
 if TYPE_CHECKING:
     from ..evaluate import EncodedText
@@ -25,12 +25,8 @@ def parser() -> Any:
         "Evaluate a language model, connected or not: tasks of lm-evaluation-harness, perplexity "
         "of texts and of target spans."
     )
+    add_model(command)
     add = command.add_argument
-    add(
-        "model",
-        type=str,
-        help="a folder (connected model, transformers model or published checkpoint) or a Hub name",
-    )
     add(
         "--tasks",
         nargs="+",

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..validation import check_non_negative, check_positive, check_seed, has_surrogate
 from .console import silence_libraries
-from .options import add_model_options, choose_device, make_parser, parse_model_dtype
+from .options import add_model, add_model_options, choose_device, make_parser, parse_model_dtype
 
 _LOWEST_TEMPERATURE = 1e-6  # what is divided by a lower one may overflow
 
@@ -15,12 +15,8 @@ def parser() -> Any:
         "Continue a prompt with a language model. Without a prompt, continue each line of standard "
         "input that is not blank."
     )
+    add_model(command)
     add = command.add_argument
-    add(
-        "model",
-        type=str,
-        help="a folder (connected model, transformers model or published checkpoint) or a Hub name",
-    )
     add("prompt", type=str, nargs="?", default=None, help="the text to continue")
     add("--max-new-tokens", type=int, default=128, help="maximum number of generated tokens")
     add("--temperature", type=float, default=0.0, help="of the sampling; 0: the likeliest token")

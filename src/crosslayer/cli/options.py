@@ -165,6 +165,15 @@ def _unique_arms(arms: Iterable["Arm"]) -> list["Arm"]:
     return list({arm.name: arm for arm in arms}.values())
 
 
+def add_model(command: Any) -> None:
+    """Add the positional argument of the commands that open one model."""
+    command.add_argument(
+        "model",
+        type=str,
+        help="a folder (connected model, transformers model or published checkpoint) or a Hub name",
+    )
+
+
 def add_model_options(command: Any) -> None:
     """Add how a model is opened: --tokenizer, --device and --dtype."""
     command.add_argument(

@@ -10,13 +10,14 @@ import torch
 
 from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
-from ..run_folders import kept_model_name
+from ..run_folders import METRICS_FILE, kept_model_name
 from ..spec import make
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
 from .export import export_trained
 from .method_code import code_digest
-from .metrics_log import MetricsLog
+from .metrics_log import prepare_metrics_file, write_metrics
+from .parallel import run_on_rank_zero
 from .run_state import StepResult
 from .trainer import Callback, Trainer
 
@@ -103,7 +104,14 @@ class _LoggingCallback(Callback):
         self.every = every
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.reported_step)
+        if self.folder is not None:
+            # The lines of steps that are reported again are removed.
+            path = self.folder / METRICS_FILE
+            last_step = trainer.state.reported_step
+            run_on_rank_zero(trainer.fabric, partial(prepare_metrics_file, path, last_step))
+
+    def _write(self, trainer: Trainer, step: int, metrics: dict[str, Any]) -> None:
+        write_metrics(trainer.fabric, self.folder, step, metrics)
 
 
 class LogMetrics(_LoggingCallback):
@@ -114,12 +122,12 @@ class LogMetrics(_LoggingCallback):
             metrics = {
                 key: v for key, v in vars(result).items() if key not in ("step", "evaluation")
             }
-            self.log.write(result.step, metrics)
+            self._write(trainer, result.step, metrics)
         if result.evaluation is not None:
             metrics = {}
             for name, values in result.evaluation.items():
                 metrics |= {f"{name} {key}": value for key, value in values.items()}
-            self.log.write(result.step, metrics)
+            self._write(trainer, result.step, metrics)
 
 
 class LogDiagnostics(_LoggingCallback):
@@ -128,7 +136,7 @@ class LogDiagnostics(_LoggingCallback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:
             run = partial(trainer.task.loss, trainer.module, trainer.last_batch)
-            self.log.write(result.step, connection_diagnostics(trainer.model, run))
+            self._write(trainer, result.step, connection_diagnostics(trainer.model, run))
 
 
 class OnStep(Callback):

@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from .parallel import gather_from_ranks, run_on_rank_zero
 from .run_state import RunState
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -44,11 +46,10 @@ class Checkpoints:
         keep: number of checkpoints kept.
     """
 
-    def __init__(self, fabric: Fabric, folder: Path, identity: dict[str, Any], keep: int):
-        self.fabric = fabric
-        self.folder = folder
-        self.keep = keep
-        self.identity = identity
+    fabric: Fabric
+    folder: Path
+    identity: dict[str, Any]
+    keep: int
 
     def claim_folder(self) -> None:
         """Write the run's identity to the folder, or compare it with the one there.

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric import Fabric
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -21,53 +20,27 @@ from .weight_averages import averaged_weights
 
 
 def export_trained(trainer: Trainer, folder: Path) -> None:
-    """Write the model of a trainer, with its averaged weights where it keeps these.
+    """Write the model of a trainer, gathered from all ranks, with its tokenizer.
+
+    Where the trainer keeps averaged weights, they are the model's. An older model in `folder` is
+    moved to `folder.old` before the new one takes its place. So one of the two is complete at any
+    moment; after a crash between, rename `folder.old` by hand.
 
     Args:
-        trainer: of a model of transformers.
+        trainer: of a model of transformers. A pretrained model with its own tokenizer keeps the
+            ends of a text that it has. Any other takes the tokenizer's separator for its end.
         folder: a new one, or one with a model, which is replaced.
 
     Raises:
         ValueError: the folder has other files, and no model.
     """
-    with averaged_weights(trainer.model, trainer.optimizers):
-        export_model(
-            trainer.fabric,
-            trainer.model,
-            folder,
-            trainer.examples.tokenizer,
-            trainer.settings.pretrained_tokenizer,
-        )
-
-
-def export_model(
-    fabric: Fabric,
-    model: Any,
-    folder: Path,
-    tokenizer: Any = None,
-    tokenizer_source: str | None = None,
-) -> None:
-    """Write a model of transformers, gathered from all ranks, with its tokenizer.
-
-    An older model in `folder` is moved to `folder.old` before the new one takes its place. So one
-    of the two is complete at any moment; after a crash between, rename `folder.old` by hand.
-
-    Args:
-        fabric: rank 0 writes.
-        model: its parameters may be sharded.
-        folder: a new one, or one with a model, which is replaced.
-        tokenizer: a `Tokenizer` of crosslayer.data. Its separator becomes the model's end of text.
-        tokenizer_source: of a pretrained model with its own tokenizer: a folder, or a name on the
-            Hub. Its files are copied, and the model keeps the ends of a text that it has.
-
-    Raises:
-        ValueError: the folder has other files, and no model.
-    """
+    fabric = trainer.fabric
+    model: Any = trainer.model
+    tokenizer = trainer.examples.tokenizer
+    tokenizer_source = trainer.settings.pretrained_tokenizer
     run_on_rank_zero(fabric, lambda: _check_holds_no_others(folder))
-    gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state_dict = get_model_state_dict(model, options=gather)
 
-    def write() -> None:
+    def write(state_dict: dict[str, Any]) -> None:
         temporary = folder.with_name(folder.name + UNFINISHED_SUFFIX)
         shutil.rmtree(temporary, ignore_errors=True)
         is_new = tokenizer is not None and tokenizer_source is None
@@ -80,7 +53,11 @@ def export_model(
             copy_tokenizer(expand_place(tokenizer_source), temporary)
         replace_folder(temporary, folder)
 
-    run_on_rank_zero(fabric, write)
+    gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with averaged_weights(model, trainer.optimizers):
+        # On a CPU these are the model's own tensors, so they are written before the weights return.
+        state_dict = get_model_state_dict(model, options=gather)
+        run_on_rank_zero(fabric, lambda: write(state_dict))
 
 
 def _check_holds_no_others(folder: Path) -> None:

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,6 @@ from lightning.fabric import Fabric
 
 from ..files import parse_json, short_digest, write_text_atomic
 from ..run_folders import METRICS_FILE
-from .parallel import run_on_rank_zero
 
 
 def check_loggers(names: Collection[str]) -> None:
@@ -58,38 +56,34 @@ def close_loggers(fabric: Fabric, status: Literal["success", "failed"]) -> None:
             finish(exit_code=int(status == "failed"))
 
 
-class MetricsLog:
-    """Writes metrics to `folder/metrics.jsonl`, a line each time, and to Fabric's loggers.
+def write_metrics(fabric: Fabric, folder: Path | None, step: int, metrics: dict[str, Any]) -> None:
+    """Write the metrics of a step to metrics.jsonl, a line each time, and to Fabric's loggers.
+
+    None is written as null, and left out for Fabric's loggers.
 
     Args:
         fabric: rank 0 writes.
-        folder: None for Fabric's loggers alone.
-        step: the last one that the resumed run does not report again. Later lines are removed.
+        folder: of metrics.jsonl; None for Fabric's loggers alone.
+        step: number of steps taken.
+        metrics: by name.
     """
-
-    def __init__(self, fabric: Fabric, folder: Path | None, step: int):
-        self.fabric = fabric
-        self.path = None if folder is None else folder / METRICS_FILE
-        if self.path is not None:
-            run_on_rank_zero(fabric, partial(_prepare_log, self.path, step))
-
-    def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step.
-
-        None is written as null, and left out for Fabric's loggers.
-        """
-        if self.path is not None and self.fabric.is_global_zero:
-            line = json.dumps({"step": step, **metrics}) + "\n"
-            # Unbuffered: a line is one call of the system, which no kill can divide.
-            with open(self.path, "ab", buffering=0) as file:
-                if file.write(line.encode()) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        known = {name: value for name, value in metrics.items() if value is not None}
-        self.fabric.log_dict(known, step)
+    if folder is not None and fabric.is_global_zero:
+        path = folder / METRICS_FILE
+        line = json.dumps({"step": step, **metrics}) + "\n"
+        # Unbuffered: a line is one call of the system, which no kill can divide.
+        with open(path, "ab", buffering=0) as file:
+            if file.write(line.encode()) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    known = {name: value for name, value in metrics.items() if value is not None}
+    fabric.log_dict(known, step)
 
 
-def _prepare_log(path: Path, step: int) -> None:
-    """Make the folder of a log, and remove the lines after a step from a log that is there."""
+def prepare_metrics_file(path: Path, step: int) -> None:
+    """Make the folder of metrics.jsonl, and remove the lines after a step from one that is there.
+
+    Raises:
+        ValueError: the path is no file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return

@@ -21,9 +21,31 @@ def write_comparison_report(comparison: Comparison) -> None:
     write_text_atomic(comparison.folder / "report.html", _html_report(comparison))
 
 
-def table_columns(comparison: Comparison) -> list[str]:
-    """Names of the table's columns."""
+def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The names of the table's columns, and its rows as text in the order of the columns."""
     rows = result_table(comparison)
+    columns = _table_columns(comparison, rows)
+    table = []
+    for row in rows:
+        cells = {
+            "arm": row.arm,
+            "parameters": f"{row.parameters:,}",
+            "extra parameters": f"{row.extra:.2%}",
+            "val loss": format_mean_std(row.loss, ".4f"),
+            SAME_RATE: format_loss(row.loss_at_same_rate),
+            "vs prenorm": format_interval(row.difference),
+            _speed_unit(comparison): _format_ratio(row.relative_speed),
+            "activations": _format_ratio(row.relative_activations),
+            "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()),
+        }
+        for name, value in row.metrics.items():
+            form = ".2f" if name.endswith("perplexity") else ".4f"
+            cells.setdefault(name, format_mean_std(value, form))
+        table.append([cells.get(column) or NOT_KNOWN for column in columns])
+    return columns, table
+
+
+def _table_columns(comparison: Comparison, rows: list[TableRow]) -> list[str]:
     groups = comparison.recipe.settings().data.valid_groups
     grouped_sets = {name for names in groups.values() for name in names}
     metrics: dict[str, None] = {}  # ordered
@@ -43,40 +65,14 @@ def table_columns(comparison: Comparison) -> list[str]:
     return columns
 
 
-def table_cells(comparison: Comparison) -> list[list[str]]:
-    """The table's rows as text, in the order of `table_columns`."""
-    columns = table_columns(comparison)
-    table = []
-    for row in result_table(comparison):
-        cells = {
-            "arm": row.arm,
-            "parameters": f"{row.parameters:,}",
-            "extra parameters": f"{row.extra:.2%}",
-            "val loss": format_mean_std(row.loss, ".4f"),
-            SAME_RATE: format_loss(row.loss_at_same_rate),
-            "vs prenorm": format_interval(row.difference),
-            _speed_unit(comparison): _format_ratio(row.relative_speed),
-            "activations": _format_ratio(row.relative_activations),
-            "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()),
-        }
-        for name, value in row.metrics.items():
-            form = ".2f" if name.endswith("perplexity") else ".4f"
-            cells.setdefault(name, format_mean_std(value, form))
-        table.append([cells.get(column) or NOT_KNOWN for column in columns])
-    return table
-
-
 def _format_ratio(ratio: float | None) -> str:
     return NOT_KNOWN if ratio is None else f"{ratio:.2f}×"
 
 
 def markdown_report(comparison: Comparison) -> str:
     """report.md: the table and its notes."""
-    columns = table_columns(comparison)
-    rows = [
-        dict(zip(columns, [f"`{arm}`", *cells], strict=True))
-        for arm, *cells in table_cells(comparison)
-    ]
+    columns, table = comparison_table(comparison)
+    rows = [dict(zip(columns, [f"`{arm}`", *cells], strict=True)) for arm, *cells in table]
     notes = "".join(f"- {note}\n" for note in report_notes(comparison))
     return f"# crosslayer compare\n\n{markdown_table(columns, rows)}\n\n{notes}"
 
@@ -94,7 +90,7 @@ def _html_report(comparison: Comparison) -> str:
         for title, draw in figures
     )
     setup, *notes = report_notes(comparison)
-    table = render_table(table_columns(comparison), table_cells(comparison), "numbers")
+    table = render_table(*comparison_table(comparison), "numbers")
     body = f'{table}<div class="charts">\n{charts}</div>\n{render_notes(notes)}'
     return render_page("crosslayer compare", setup, body)
 
