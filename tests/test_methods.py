@@ -557,6 +557,8 @@ def test_a_method_that_lacks_a_part():
     state = Nothing(site, 4, lambda port: nn.RMSNorm(4)).init(torch.ones(1, 1, 4))
     with pytest.raises(NotImplementedError, match="Nothing needs mix_inputs"):
         Nothing(site, 4, lambda port: nn.RMSNorm(4)).read(state)
+    with pytest.raises(TypeError, match="Nothing needs mix_inputs"):
+        crosslayer.register_connection("nothing", Nothing)
     for attribute in ("weight_decay_params", "test_variants"):
         for value in ("weight", {"weight"}, ["weight"], frozenset({1}), (1,)):
             with pytest.raises(TypeError, match=f"{attribute} must be a .* of strings, got "):

@@ -40,12 +40,15 @@ def register_connection(name: str, method: type[Connection[Any]]) -> None:
     Raises:
         ValueError: crosslayer has a connection of this name, the name is no identifier, or the
             class has another name.
-        TypeError: the method is no class of connections.
+        TypeError: the method is no class of connections, or lacks a function that each has.
     """
     if not isinstance(method, type) or not issubclass(method, Connection):
         raise TypeError(
             f"method must be a class derived from crosslayer.Connection, got {method!r}"
         )
+    for function in ("initial_state", "mix_inputs"):
+        if getattr(method, function) is getattr(Connection, function):
+            raise TypeError(f"{method.__name__} needs {function}")
     if not _is_name(name):
         raise ValueError(
             "name must be of ASCII letters, digits and _, and no word of Python's, like 'laurel', "

@@ -20,7 +20,7 @@ from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf import sharded
 from tests.hf.backbones import (
     FAMILIES,
-    KINDS,
+    WIRINGS,
     build,
     checkpoint,
     connected,
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 # Families with parameters that no gradient reaches: unused experts and heads.
 PARTLY_TRAINED = ("vit", "dit", "mixtral", "olmoe")
 # diffusers passes the layers' own tuples, which reentrant checkpointing does not look into.
-REENTRANT = [(family, "mudd", True) for family in KINDS if family != "dit"]
+REENTRANT = [(family, "mudd", True) for family in WIRINGS if family != "dit"]
 
 
 @parametrize_cells([*((*pair, False) for pair in each_kind()), *REENTRANT], "reentrant")
@@ -233,6 +233,22 @@ def test_peft_trains_the_connections_too(tmp_path):
         crosslayer.disconnect(loaded)
 
 
+def test_an_adapter_loads_with_the_saved_model_that_it_changes(tmp_path):
+    import peft
+
+    connected("llama", "mudd").save_pretrained(tmp_path / "model")
+    model = crosslayer.from_pretrained(tmp_path / "model")
+    names = [f"connections.{i}" for i in range(2)]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
+    adapted = peft.get_peft_model(model, config)
+    shake_parameters(adapted, "modules_to_save")
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(output(loaded.eval(), "llama"), output(adapted, "llama"))
+    with pytest.raises(ValueError, match=r"an adapter of PEFT .*; load it with peft\.AutoPeft"):
+        crosslayer.from_pretrained(tmp_path / "adapter")
+
+
 def test_recomputed_copies_of_an_adapter_exclude_checkpointed_layers():
     import peft
 
@@ -331,7 +347,7 @@ def test_trainer_with_the_groups_of_param_groups(tmp_path):
     assert "input_ids" in trained_by._signature_columns
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", WIRINGS)
 def test_a_connected_model_trains(family):
     model = crosslayer.connect(trained(family), "mudd").train()
     optimizer = torch.optim.AdamW(crosslayer.param_groups(model, lr=1e-3, weight_decay=0.1))

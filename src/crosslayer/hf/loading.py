@@ -81,6 +81,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
             raise ValueError(f"crosslayer.from_pretrained takes only {name}={fixed}, got {given!r}")
     place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
     folder = find_folder(path, _hub_files(options.get("variant")), **place)
+    _check_no_adapter(folder)
     config_dict = read_json(folder / CONFIG_FILE, dict)
     check_connection_keys(config_dict, folder)
     if not names_connection(config_dict):
@@ -113,11 +114,7 @@ def load_complete(cls: Any, folder: Path, **options: Any) -> Any:
     Raises:
         ValueError: the weights are damaged, incomplete or another model's.
     """
-    if (folder / _ADAPTER_FILE).is_file():
-        raise ValueError(
-            f"{folder} holds an adapter of PEFT ({_ADAPTER_FILE}); merge it into its model and "
-            "save that"
-        )
+    _check_no_adapter(folder)
     if any(folder.glob("shard-*-model-*.safetensors")):
         raise ValueError(f"{folder} holds a distributed checkpoint; save the whole model")
     check_weights(folder, options.get("variant"))
@@ -201,6 +198,14 @@ def find_folder(
 
     patterns = [Path(subfolder, file).as_posix() for file in (CONFIG_FILE, *files)]
     return download_files(str(path), patterns, expected, **download) / subfolder
+
+
+def _check_no_adapter(folder: Path) -> None:
+    if (folder / _ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds an adapter of PEFT ({_ADAPTER_FILE}); load it with "
+            "peft.AutoPeftModelForCausalLM, or merge it into its model and save that"
+        )
 
 
 def _describe_loading_error(error: Exception) -> str:
