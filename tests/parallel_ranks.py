@@ -131,10 +131,10 @@ def tensor_parallel(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, 
         plan |= {"attention.wo": rows, "feed_forward.w2": rows}
         parallelize_module(layer, mesh, plan)
     crosslayer.connect(model, spec)
-    shaken = decoder(spec).state_dict()
+    perturbed = decoder(spec).state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = shaken[name]
+            value = perturbed[name]
             if hasattr(parameter, "placements"):
                 value = torch.distributed.tensor.distribute_tensor(
                     value, mesh, parameter.placements

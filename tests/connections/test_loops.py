@@ -62,7 +62,7 @@ cases = st.builds(
 class Network:
     """Connections with perturbed weights, and sub-layers that distinguish their inputs."""
 
-    def __init__(self, spec: str, case: Case, shaken: bool = True):
+    def __init__(self, spec: str, case: Case, perturbed: bool = True):
         torch.manual_seed(case.seed)
         make, self.case = crosslayer.make(spec), case
 
@@ -73,7 +73,7 @@ class Network:
             make(site, case.dim, norm).double()
             for site in crosslayer.plan(case.layers, case.parallel)
         ]
-        for k, site in enumerate(self.sites if shaken else ()):
+        for k, site in enumerate(self.sites if perturbed else ()):
             perturb_weights(site, 0.1 + 0.05 * k)  # no two sites alike
             for name in ("base", "static_alpha"):
                 parameter = getattr(site, name, None)
@@ -241,7 +241,7 @@ def test_highway(case, bias):
 
 
 def test_the_gate_of_a_highway_starts_at_its_bias():
-    for site in Network("highway(bias=-3.0)", Case(), shaken=False).sites[:-1]:
+    for site in Network("highway(bias=-3.0)", Case(), perturbed=False).sites[:-1]:
         assert site.b.tolist() == [-3.0] * 6 and not site.W.any()
 
 
@@ -780,7 +780,7 @@ def test_hyper(case, n, how, beta):
         f"eps={eps})"
     )
     check(spec, hyper(n, dynamic, tanh, stats, eps), case)
-    for site in Network(spec, case, shaken=False).sites[:-1]:
+    for site in Network(spec, case, perturbed=False).sites[:-1]:
         assert site.static_beta.tolist() == pytest.approx([beta] * n, rel=1e-6)
 
 
@@ -831,7 +831,9 @@ def test_the_papers_matrices():
 @example(case=Case(), n=2)
 def test_hyper_arranged_one_after_the_other(case, n):
     """Section 3.2: n copies of the plain residual stack, whose sum the final norm reads."""
-    net = Network(f"hyper(streams={n}, dynamic=False, matrix={sequential(n)})", case, shaken=False)
+    net = Network(
+        f"hyper(streams={n}, dynamic=False, matrix={sequential(n)})", case, perturbed=False
+    )
 
     def plain(x: Tensor) -> Tensor:
         for k in range(net.depth):
@@ -851,7 +853,9 @@ def test_hyper_arranged_side_by_side(case, n, groups):
     The first group reads the sum of the n copies.
     """
     case = case._replace(parallel=True, layers=n * groups)
-    net = Network(f"hyper(streams={n}, dynamic=False, matrix={in_parallel(n)})", case, shaken=False)
+    net = Network(
+        f"hyper(streams={n}, dynamic=False, matrix={in_parallel(n)})", case, perturbed=False
+    )
 
     def side_by_side(x: Tensor) -> Tensor:
         h = n * x
@@ -866,7 +870,7 @@ def test_hyper_arranged_side_by_side(case, n, groups):
 @few
 @given(case=cases, n=st.sampled_from([3, 2, 1]))
 def test_hyper_from_a_matrix(case, n):
-    """A shaken start is not special: the matrix says where the static part begins, and no more."""
+    """A perturbed start is not special: the matrix says where the static part begins, no more."""
     check(f"hyper(streams={n}, matrix={in_parallel(n)})", hyper(n), case)
 
 
@@ -903,7 +907,7 @@ def test_frac(case, m, width, how):
 
 
 def test_frac_starts_with_every_fraction_on_its_own():
-    for site in Network("frac(fractions=3)", Case(), shaken=False).sites[:-1]:
+    for site in Network("frac(fractions=3)", Case(), perturbed=False).sites[:-1]:
         assert torch.equal(site.static_alpha, torch.eye(3).double().repeat(1, 2))
         assert site.static_beta.tolist() == [1.0] * 3 and not site.dynamic_alpha_fn.any()
 
@@ -1084,7 +1088,7 @@ def test_mhc_lite(case, n):
 
 def starts_on_its_own_stream(spec: str) -> None:
     """Sub-layer k, counted from 0, reads stream k mod n at initialisation; nothing is random."""
-    for k, site in enumerate(Network(spec, Case(layers=5), shaken=False).sites[:-1]):
+    for k, site in enumerate(Network(spec, Case(layers=5), perturbed=False).sites[:-1]):
         if spec.startswith("hyper"):
             assert site.static_alpha[:, 0].tolist() == [
                 float(s == k % site.n) for s in range(site.n)

@@ -18,7 +18,7 @@ import transformers
 import crosslayer
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import own_connection
-from tests.hf.small_models import KINDS, LANGUAGE, Kind, build_small, read_output
+from tests.hf.small_models import LANGUAGE, MODEL_KINDS, Kind, build_small, read_output
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 ROUNDING = 1e-4  # the largest difference of a logit that is rounding, in units of the largest logit
@@ -97,7 +97,7 @@ def format_page(results: list[Result]) -> str:
         f"| kind | families | {' | '.join(STATUSES)} |",
         f"| --- |{' --- |' * (len(STATUSES) + 1)}",
     ]
-    for kind in KINDS:
+    for kind in MODEL_KINDS:
         counts = Counter(result.status for result in results if result.kind == kind.name)
         cells = [str(counts[status]) for status in STATUSES]
         lines.append(f"| {kind.name} | {counts.total()} | {' | '.join(cells)} |")
@@ -124,7 +124,7 @@ def main(families: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     results = []
-    for kind in KINDS:
+    for kind in MODEL_KINDS:
         for family in kind.classes:
             if families and family not in families and kind.name not in families:
                 continue

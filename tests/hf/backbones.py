@@ -50,7 +50,17 @@ FAMILIES = (*LANGUAGE, *VISION)
 # One family of each kind of wiring: pre-norm layers, one fused projection, parallel blocks, norms
 # before and after sub-layers, norms after them alone, experts, Conv1D, a vision model, layers
 # conditioned on a timestep.
-KINDS = ("llama", "phi3", "neox-parallel", "gemma2", "olmo2", "mixtral", "gpt2", "vit", "dit")
+WIRINGS = (
+    "llama",
+    "phi3",
+    "neox-parallel",
+    "gemma2",
+    "olmo2",
+    "mixtral",
+    "gpt2",
+    "vit",
+    "dit",
+)
 METHODS = crosslayer.available()
 TWO_METHODS = ("prenorm", "mudd")
 # A method of each kind of state: one stream, normed streams, a history, separate inputs, mixed
@@ -69,7 +79,7 @@ def each_kind(families: tuple[str, ...] = FAMILIES) -> list[tuple[str, str]]:
     """
     pairs = []
     for family in families:
-        specs = STATES if family in KINDS else ("mudd",)
+        specs = STATES if family in WIRINGS else ("mudd",)
         for spec in METHODS if family == "llama" else specs:
             if not is_refused(family, spec):
                 pairs.append((family, spec))
@@ -90,7 +100,7 @@ def parametrize_cells(cells: list[tuple[Any, ...]], *others: str) -> Any:
     parameters = []
     for cell in cells:
         family, spec = cell[:2]
-        is_fast = spec in STATES if family == "llama" else family in KINDS and spec == "mudd"
+        is_fast = spec in STATES if family == "llama" else family in WIRINGS and spec == "mudd"
         parameters.append(pytest.param(*cell, marks=[] if is_fast else pytest.mark.slow))
     return pytest.mark.parametrize(("family", "spec", *others), parameters)
 
@@ -119,12 +129,12 @@ def build(family: str, **options: Any) -> Any:
     return model(config(**{**SIZES, **host.options, **options})).eval()
 
 
-def connected(family: str, spec: str, shaken: bool = True, **options: Any) -> Any:
+def connected(family: str, spec: str, perturbed: bool = True, **options: Any) -> Any:
     """A connected model of the family, by default with all weights away from their initial
     values.
     """
     model = crosslayer.connect(build(family, **options), spec)
-    return perturb_weights(model, 0.05) if shaken else model
+    return perturb_weights(model, 0.05) if perturbed else model
 
 
 def trained(family: str, **options: Any) -> Any:

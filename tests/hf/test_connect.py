@@ -19,8 +19,8 @@ from crosslayer.hf.config import make_config, make_language_model
 from crosslayer.testing.tiny_model import TESTED_SPECS, equal_tensors, perturb_weights
 from tests.hf.backbones import (
     FAMILIES,
-    KINDS,
     METHODS,
+    WIRINGS,
     attributes_of,
     build,
     connected,
@@ -264,7 +264,7 @@ def test_disconnect_within_autocast():
 def test_keys_classes_and_paths_of_the_host_stay(family, spec):
     with torch.device("meta"):
         plain = build(family)
-        model = connected(family, spec, shaken=False)
+        model = connected(family, spec, perturbed=False)
     assert all(parameter.is_meta for parameter in model.parameters())
     added = model.state_dict().keys() - plain.state_dict().keys()
     assert plain.state_dict().keys() <= model.state_dict().keys()
@@ -350,7 +350,10 @@ def test_a_fused_projection_gives_each_port_its_outputs(family):
 
 def compiled_cells(families: tuple[str, ...]) -> list[tuple[str, str]]:
     """Kinds of wiring × mudd, and llama × hyper; the laws compile every method."""
-    return [*((family, "mudd") for family in families if family in KINDS), ("llama", "hyper")]
+    return [
+        *((family, "mudd") for family in families if family in WIRINGS),
+        ("llama", "hyper"),
+    ]
 
 
 @pytest.mark.slow
@@ -514,7 +517,7 @@ def test_a_spec_object_connects_like_its_string():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox-parallel", "gemma3"])
 def test_the_config_alone_builds_a_connected_model(family):
-    model = connected(family, "hyper(streams=2)", shaken=False)
+    model = connected(family, "hyper(streams=2)", perturbed=False)
     again = type(build(family))(model.config)
     assert any(isinstance(m, Connection) for m in again.modules())
 

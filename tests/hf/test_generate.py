@@ -5,7 +5,14 @@ import torch
 from transformers import StaticCache
 
 from crosslayer.testing.tiny_model import perturb_weights
-from tests.hf.backbones import KINDS, LANGUAGE, connected, each_family, ids, parametrize_cells
+from tests.hf.backbones import (
+    LANGUAGE,
+    WIRINGS,
+    connected,
+    each_family,
+    ids,
+    parametrize_cells,
+)
 from tests.hf.test_connect import compiled_cells
 
 NEW_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
@@ -54,7 +61,7 @@ def test_sampling_and_beams(family, strategy):
     assert torch.equal(*sequences)
 
 
-@pytest.mark.parametrize("family", [family for family in LANGUAGE if family in KINDS])
+@pytest.mark.parametrize("family", [family for family in LANGUAGE if family in WIRINGS])
 def test_left_padding_changes_nothing(family):
     model = generator(family, "mudd")
     short, long = ids(1, 6), ids(1, 9)

@@ -53,7 +53,7 @@ SLOW_HEADS = [
     ("openai-gpt", "SequenceClassification"),
     ("opt-350m", "CausalLM"),
 ]
-KINDS = [*HEADS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW_HEADS)]
+CHECKED_HEADS = [*HEADS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW_HEADS)]
 
 
 def build_head(host: str, head: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -95,7 +95,7 @@ def gradients_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("host", "head"), KINDS)
+@pytest.mark.parametrize(("host", "head"), CHECKED_HEADS)
 def test_a_head_computes_what_it_did(host, head):
     """Logits, hidden states, attention weights, gradients with dropout, and logits in bfloat16."""
     plain, inputs = build_head(host, head)
@@ -118,7 +118,7 @@ def test_a_head_computes_what_it_did(host, head):
     assert torch.equal(model(**inputs)[0], plain(**inputs)[0])
 
 
-@pytest.mark.parametrize(("host", "head"), KINDS)
+@pytest.mark.parametrize(("host", "head"), CHECKED_HEADS)
 @pytest.mark.filterwarnings("ignore:connecting mudd changes the outputs")
 def test_a_head_trains_and_is_saved(host, head, tmp_path):
     plain, inputs = build_head(host, head)

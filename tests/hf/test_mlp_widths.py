@@ -7,7 +7,7 @@ import torch
 
 import crosslayer
 from crosslayer.hf.mlp_widths import growing_widths
-from tests.hf.backbones import KINDS, build, output
+from tests.hf.backbones import WIRINGS, build, output
 
 
 def test_reallocating_a_trained_model_is_announced():
@@ -47,7 +47,7 @@ def test_new_projections_are_initialised_as_the_hosts():
 
 
 # Experts and DiT's MLP have no widths to set; arcee's MLP has no gate.
-@pytest.mark.parametrize("family", [*(k for k in KINDS if k not in ("mixtral", "dit")), "arcee"])
+@pytest.mark.parametrize("family", [*(k for k in WIRINGS if k not in ("mixtral", "dit")), "arcee"])
 def test_reallocated_and_saved(family, tmp_path):
     sizes = {"n_inner": 128} if family == "gpt2" else {"intermediate_size": 128}
     expected_count = sum(p.numel() for p in build(family, **sizes).parameters())

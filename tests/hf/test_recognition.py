@@ -20,7 +20,7 @@ from tests.hf.backbones import attributes_of, build, ids
 from tests.hf.small_models import LANGUAGE, VISION, build_small
 
 # What each has that the others have not, and the ports that MUDD feeds in its layers.
-KINDS = {
+PORTS_OF_FAMILY = {
     # the residual multiplier
     "granite": "attn|mlp",
     # one norm for two parallel sub-layers; layers that return tuples; a fused projection
@@ -66,21 +66,21 @@ def ports_of_layers(model: Any) -> str:
     return ", ".join(sorted(kinds))
 
 
-SLOW_KINDS = ("falcon_h1", "granitemoehybrid", "llama4_text", "ctrl", "bailing_hybrid")
+SLOW_FAMILIES = ("falcon_h1", "granitemoehybrid", "llama4_text", "ctrl", "bailing_hybrid")
 
 
 def mark_slow(family: str, slow: tuple[str, ...]) -> Any:
     return pytest.param(family, marks=pytest.mark.slow) if family in slow else family
 
 
-@pytest.mark.parametrize("family", [mark_slow(family, SLOW_KINDS) for family in KINDS])
+@pytest.mark.parametrize("family", [mark_slow(family, SLOW_FAMILIES) for family in PORTS_OF_FAMILY])
 def test_a_family_without_a_row(family):
     plain, expected = build_model(family, ids())
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     # A sum of two scaled outputs is rounded otherwise than the scaled sum of both.
     rounding = 1e-6 if family == "granitemoehybrid" else 0
     torch.testing.assert_close(read_logits(model, ids()), expected, rtol=0, atol=rounding)
-    assert ports_of_layers(model) == KINDS[family]
+    assert ports_of_layers(model) == PORTS_OF_FAMILY[family]
     perturb_weights(model, 0.05).train()
     model(ids(), use_cache=False).logits.square().mean().backward()
     for name, parameter in model.named_parameters():

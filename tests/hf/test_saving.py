@@ -29,8 +29,8 @@ from crosslayer import Connection
 from crosslayer.hf.loading import read_config
 from crosslayer.testing.tiny_model import equal_tensors, perturb_weights
 from tests.hf.backbones import (
-    KINDS,
     METHODS,
+    WIRINGS,
     build,
     connected,
     each_family,
@@ -99,7 +99,7 @@ def test_save_and_load(family, spec, tmp_path):
         assert torch.equal(output(loaded, family), output(model, family))
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", WIRINGS)
 def test_copies_and_pickles(family):
     model = connected(family, "mudd")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -146,7 +146,7 @@ def test_from_pretrained_initialises_what_a_host_checkpoint_lacks(family, spec, 
     config = copy.deepcopy(plain.config)
     config.crosslayer = spec
     loaded, info = type(plain).from_pretrained(tmp_path, config=config, output_loading_info=True)
-    expected = connected(family, spec, shaken=False).state_dict() | plain.state_dict()
+    expected = connected(family, spec, perturbed=False).state_dict() | plain.state_dict()
     assert info["missing_keys"] == {key for key in expected if ".connection" in key}
     for key, value in loaded.state_dict().items():
         if not key.endswith("W1") and ".norms." not in key:
@@ -199,13 +199,13 @@ def test_a_dit_in_bf16_keeps_its_connections_in_float32(tmp_path):
 def test_memory_that_is_initialised_later(spec):
     """The meta device, then empty memory, then the model's own initialisation."""
     with torch.device("meta"):
-        model = connected("llama", spec, shaken=False, num_hidden_layers=6)
+        model = connected("llama", spec, perturbed=False, num_hidden_layers=6)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)
     model.init_weights()
-    fresh = connected("llama", spec, shaken=False, num_hidden_layers=6).state_dict()
+    fresh = connected("llama", spec, perturbed=False, num_hidden_layers=6).state_dict()
     for key, value in model.state_dict().items():
         if ".connection" in key and not key.endswith("W1"):
             assert torch.equal(value, fresh[key]), key

@@ -13,7 +13,14 @@ from crosslayer.hf.attach import find_backbone
 from crosslayer.recompute import enable_recompute
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.all_families import PAGE, check_family
-from tests.hf.small_models import KINDS, MULTI_MODAL, VISION, SmallModel, build_small, read_output
+from tests.hf.small_models import (
+    MODEL_KINDS,
+    MULTI_MODAL,
+    VISION,
+    SmallModel,
+    build_small,
+    read_output,
+)
 from tests.hf.test_recognition import mark_slow
 
 # What each has that the others have not.
@@ -136,7 +143,7 @@ def test_image_features_that_join_the_stream_between_layers_are_refused():
 def test_the_page_of_families():
     """It has a row for every family, and those of some families are as the command prints them."""
     page = PAGE.read_text()
-    for kind in KINDS:
+    for kind in MODEL_KINDS:
         for number, family in enumerate(kind.classes):
             row = f"\n| {family} | {kind.name} | "
             assert row in page

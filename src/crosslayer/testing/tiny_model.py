@@ -122,7 +122,7 @@ class TinyGPT(nn.Module):
 
 
 def tiny_gpt(
-    spec: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, shaken: bool = True
+    spec: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, perturbed: bool = True
 ) -> TinyGPT:
     """A small model from fixed weights.
 
@@ -131,11 +131,11 @@ def tiny_gpt(
         parallel: whether attention and MLP of a layer read the same state.
         layers: the number of layers.
         eps: of all norms.
-        shaken: whether every weight is perturbed, as by training.
+        perturbed: whether every weight is perturbed, as by training.
     """
     torch.manual_seed(1)
     model = TinyGPT(spec, parallel, layers, eps)
-    return perturb_weights(model) if shaken else model
+    return perturb_weights(model) if perturbed else model
 
 
 def without_eps(spec: str) -> str:

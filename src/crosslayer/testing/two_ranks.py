@@ -58,7 +58,7 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
             try:
                 model = tiny_gpt(spec, parallel)
                 found["gradients"] = sharded_gradient_errors(model, mesh)
-                unsharded = tiny_gpt(spec, parallel, shaken=False)
+                unsharded = tiny_gpt(spec, parallel, perturbed=False)
                 found["reset parameters"] = reset_sharded_parameters(model, unsharded)
             except Exception:  # of one method, while the others go on
                 found["exception"] = traceback.format_exc()

@@ -13,12 +13,12 @@ from crosslayer.testing.tiny_model import (
     perturb_weights,
 )
 
-KINDS = {False: "sequential", True: "parallel"}
+ORDERS = {False: "sequential", True: "parallel"}
 
 
 def make_cases(specs: list[str], parallel: bool, *marks: pytest.MarkDecorator) -> list:
     """(spec, parallel) of each spec, as test cases."""
-    return [pytest.param(s, parallel, marks=marks, id=f"{s}-{KINDS[parallel]}") for s in specs]
+    return [pytest.param(s, parallel, marks=marks, id=f"{s}-{ORDERS[parallel]}") for s in specs]
 
 
 # Most laws: every method, as a sequential and as a parallel block.

@@ -41,8 +41,8 @@ def first_reads(
 
 @every_start
 def test_starts_as_prenorm_where_it_says_so(spec, parallel):
-    prenorm = tiny_gpt("prenorm", parallel, eps=0.0, shaken=False).double()
-    model = tiny_gpt(without_eps(spec), parallel, eps=0.0, shaken=False).double()
+    prenorm = tiny_gpt("prenorm", parallel, eps=0.0, perturbed=False).double()
+    model = tiny_gpt(without_eps(spec), parallel, eps=0.0, perturbed=False).double()
     for key in prenorm.state_dict().keys() & model.state_dict().keys():
         assert torch.equal(prenorm.state_dict()[key], model.state_dict()[key]), (
             "building a connection must not change the backbone's weights"
@@ -63,8 +63,8 @@ def test_starts_as_prenorm_where_it_says_so(spec, parallel):
 
 @every_start
 def test_starts_bitwise_as_prenorm_where_it_says_so(spec, parallel):
-    prenorm = tiny_gpt("prenorm", parallel, shaken=False)(token_ids())
-    model = tiny_gpt(spec, parallel, shaken=False)
+    prenorm = tiny_gpt("prenorm", parallel, perturbed=False)(token_ids())
+    model = tiny_gpt(spec, parallel, perturbed=False)
     is_bitwise = torch.equal(model(token_ids()), prenorm)
     declared = {connection.initial_function for connection in find_connections(model)}
     assert is_bitwise == (declared == {"bitwise prenorm"}), (

@@ -72,7 +72,7 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
     Where the parameters that decay are zero, the model is the one training starts from. DenseFormer
     and its baseline are the exceptions: their authors' code decays α and the gains.
     """
-    model = tiny_gpt(spec, parallel, shaken=False)
+    model = tiny_gpt(spec, parallel, perturbed=False)
     ids = token_ids()
     initial = model(ids)
     groups = crosslayer.param_groups(model, 1e-3, 0.1)
@@ -100,7 +100,7 @@ def test_copies_pickles_and_saves_bitwise(spec, parallel):
     expected_loss, expected_gradients = loss_and_gradients(model, ids)
     torch.save(model.state_dict(), file)
     file.seek(0)
-    loaded = tiny_gpt(spec, parallel, shaken=False)
+    loaded = tiny_gpt(spec, parallel, perturbed=False)
     loaded.load_state_dict(torch.load(file, weights_only=True))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
         loss, gradients = loss_and_gradients(twin, ids)

@@ -115,10 +115,10 @@ def test_a_model_of_any_default_dtype(spec, parallel):
         torch.set_default_dtype(torch.float64)
         assert tiny_gpt(spec, parallel)(token_ids()).dtype == torch.float64
         torch.set_default_dtype(torch.bfloat16)
-        half = tiny_gpt(spec, parallel, shaken=False)
+        half = tiny_gpt(spec, parallel, perturbed=False)
     finally:
         torch.set_default_dtype(usual)
-    full = tiny_gpt(spec, parallel, shaken=False)
+    full = tiny_gpt(spec, parallel, perturbed=False)
     for one, other in zip(find_connections(half), find_connections(full), strict=True):
         for name, value in one.named_parameters(recurse=False):
             expected = other._parameters[name]
