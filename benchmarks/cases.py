@@ -2,7 +2,7 @@
 
 case = width_connection_case(n=4)
 rows, weights = case.make_tensors(N=1024, D=512, dtype=torch.float32)
-outs = case.run(reference_ops(), rows, weights)
+outs = case.run(ops, rows, weights)
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
-from crosslayer import ops
 from crosslayer.norms import NormSpec
 from crosslayer.ops.dispatch import registered_kernels
 from crosslayer.ops.hyper import BoundName, CoefficientMap
@@ -34,7 +33,7 @@ class Case(NamedTuple):
 
     Args:
         module: the name of the op's file in `crosslayer.kernels`.
-        run: calls the op, given a namespace of ops (the references or the kernels), rows, weights.
+        run: calls the op, given `crosslayer.ops` or `kernel_ops()`, rows, weights.
         row_shapes: shapes after [B T] of the tensors in the streams' dtype.
         weight_shapes: shapes of the float32 tensors; a leading 0 stands for B T.
         traffic: the arguments of the kernel's `memory_traffic_bytes`, given N, D, bytes an element.
@@ -348,14 +347,6 @@ def each_shape(settings: BenchmarkSettings) -> Iterator[tuple[Case, int, Row]]:
             for n in (settings.streams or op.counts) if op.counts else [1]:
                 columns = {"op": name, "n": n if op.counts else "", "D": D, "dtype": settings.dtype}
                 yield op.case(n), D, columns
-
-
-def reference_ops() -> SimpleNamespace:
-    """The torch references. An op that they call inside still uses its kernel if kernels are on."""
-    functions = {name: getattr(ops, name) for name in ops.__all__}
-    return SimpleNamespace(
-        **{name: getattr(function, "reference", function) for name, function in functions.items()}
-    )
 
 
 def kernel_ops() -> SimpleNamespace:

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case, each_shape, kernel_ops, reference_ops
+from benchmarks.cases import Case, each_shape, kernel_ops
 from benchmarks.peers import PEERS, Peer, import_peer
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
@@ -27,6 +27,7 @@ from benchmarks.timing import (
     ratio_or_none,
     time_interleaved,
 )
+from crosslayer import ops
 from crosslayer.compilation import reset_compiler
 from crosslayer.ops import dispatch
 
@@ -80,7 +81,7 @@ def measure_op(
     }
     if "compiled" in settings.variants:
         reset_compiler(graphs=8 * settings.layers)
-    # The references call other ops, which must run as references too.
+    # Without their kernels the ops are their references. A kernel is called directly.
     timer = Timer(settings.torch_device, hide_launches=True)
     with mock.patch.object(dispatch, "kernel_devices", ()):
         timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
@@ -134,7 +135,7 @@ def build_calls(
             raise NotMeasured("kernels run on a GPU")
         run = functools.partial(case.run, kernel_ops())
     else:
-        run = functools.partial(case.run, reference_ops())
+        run = functools.partial(case.run, ops)
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
         return run(leaves[: len(rows)], leaves[len(rows) :])
