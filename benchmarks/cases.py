@@ -5,6 +5,7 @@ rows, weights = case.make_tensors(N=1024, D=512, dtype=torch.float32)
 outs = case.run(ops, rows, weights)
 """
 
+import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ OUTPUT_EPS = 2e-1  # of the norms of outputs: another, so that a kernel cannot c
 BATCH = 2  # tokens are laid out as [BATCH, N // BATCH], or as [1, N] where N is odd
 
 Shapes = Callable[[int], list[tuple[int, ...]]]  # of tensors, given D
+Traffic = Callable[[int, int, int], tuple[int, int]]  # given N, D, bytes an element
 
 
 class Case(NamedTuple):
@@ -36,7 +38,7 @@ class Case(NamedTuple):
         run: calls the op, given `crosslayer.ops` or `kernel_ops()`, rows, weights.
         row_shapes: shapes after [B T] of the tensors in the streams' dtype.
         weight_shapes: shapes of the float32 tensors; a leading 0 stands for B T.
-        traffic: the arguments of the kernel's `memory_traffic_bytes`, given N, D, bytes an element.
+        traffic: bytes that forward and backward must move, given N, D, bytes an element.
         scale_weights: turns weights drawn from N(0, 1) into weights that a model could have.
         widest: the largest D of bfloat16 rows that the kernel supports.
     """
@@ -45,7 +47,7 @@ class Case(NamedTuple):
     run: Callable[[Any, list[Tensor], list[Tensor]], tuple[Tensor, ...]]
     row_shapes: Shapes
     weight_shapes: Shapes
-    traffic: Callable[[int, int, int], tuple[Any, ...]]
+    traffic: Traffic
     scale_weights: Callable[[list[Tensor]], list[Tensor]] = list
     widest: int = 1 << 30
 
@@ -70,11 +72,6 @@ class Case(NamedTuple):
         weights = self.scale_weights(weights)
         return [x.to(dtype).to(held) for x in rows], [w.float().double() for w in weights]
 
-    def memory_traffic_bytes(self, N: int, D: int, size: int) -> tuple[int, int]:
-        """Bytes that forward and backward must move, for N tokens and `size` bytes an element."""
-        kernels = import_module(f"crosslayer.kernels.{self.module}")
-        return kernels.memory_traffic_bytes(*self.traffic(N, D, size))
-
 
 def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) -> Case:
     """`depth_mix`: C mixtures of L sources, and the norms of the first `normed` of them.
@@ -97,6 +94,12 @@ def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0)
         outs, passed = op.depth_mix(tuple(X), weights[0], tuple(outputs))
         return *outs, *passed
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        weight_bytes = 4 * C * L * (1 if static else N)
+        forward = N * D * (L + plain + normed) * size + weight_bytes + 4 * D * normed * parameters
+        backward = N * D * (3 * L + plain + normed) * size + 2 * weight_bytes
+        return forward, backward + normed * _norm_backward_bytes(D, parameters)
+
     w = (C, L) if static else (0, C, L)
     plain = 1 if normed else C
     return Case(
@@ -104,7 +107,7 @@ def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0)
         run,
         lambda D: [(D,)] * L,
         lambda D: [w, *[(D,)] * (normed * parameters)],
-        lambda N, D, size: (N, D, L, C, size, static, plain, normed, parameters),
+        traffic,
     )
 
 
@@ -119,6 +122,14 @@ def gate_case(n: int, scored: bool, parameters: int = 0) -> Case:
         gated, h, q = op.gate_pool(tuple(rows[:n]), rows[n], beta, pool, score, EPS, norm)
         return (*gated, h, q) if scored else (*gated, h)
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        gate_bytes = 4 * N * n
+        query_bytes = 4 * D * queries
+        forward = N * D * (2 * n + 2) * size + gate_bytes * (1 + scored) + query_bytes
+        forward += 4 * D * parameters
+        backward = N * D * (3 * n + 3) * size + gate_bytes * (2 + scored) + 2 * query_bytes
+        return forward, backward + _norm_backward_bytes(D, parameters)
+
     def scale_weights(weights: list[Tensor]) -> list[Tensor]:
         beta, *vectors = weights
         scaled = [_scale_query(q) for q in vectors[:queries]]
@@ -129,7 +140,7 @@ def gate_case(n: int, scored: bool, parameters: int = 0) -> Case:
         run,
         lambda D: [(D,)] * (n + 1),
         lambda D: [(0, n), *[(D,)] * (queries + parameters)],
-        lambda N, D, size: (N, D, n, size, scored, parameters),
+        traffic,
         scale_weights,
     )
 
@@ -141,12 +152,23 @@ def attention_case(L: int, parameters: int = 0) -> Case:
         h, passed = op.depth_attention(tuple(X), weights[0], norm=_norm_spec(weights[1:]))
         return h, *passed
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        from crosslayer.kernels.attention import gradient_launches, saves_output
+
+        saved_bytes = 0
+        if saves_output(L):
+            saved_bytes = N * D * (size if parameters else 4)
+        forward = N * D * (L + 1) * size + saved_bytes + 4 * D * (1 + parameters)
+        launches = len(gradient_launches(L))
+        backward = N * D * (3 * L + launches) * size + launches * saved_bytes + 8 * D
+        return forward, backward + _norm_backward_bytes(D, parameters)
+
     return Case(
         "attention",
         run,
         lambda D: [(D,)] * L,
         lambda D: [(D,)] * (1 + parameters),
-        lambda N, D, size: (N, D, L, size, parameters),
+        traffic,
         lambda weights: [_scale_query(weights[0]), *weights[1:]],
     )
 
@@ -158,12 +180,18 @@ def width_connection_case(n: int, static: bool = False, parameters: int = 0) -> 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
         return op.width_connection(*rows, *weights[:2], _norm_spec(weights[2:]))
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        coefficient_bytes = 4 * N * (n + n * n)
+        forward = N * D * (2 * n + 1) * size + coefficient_bytes + 4 * D * parameters
+        backward = N * D * (3 * n + 1) * size + 2 * coefficient_bytes
+        return forward, backward + _norm_backward_bytes(D, parameters)
+
     return Case(
         "streams",
         run,
         lambda D: [(n, D)],
         lambda D: [(*lead, n), (*lead, n, n), *[(D,)] * parameters],
-        lambda N, D, size: (N, D, n, size, parameters),
+        traffic,
     )
 
 
@@ -192,12 +220,22 @@ def project_case(
         beta = weights[0] if has_weights else None
         return op.write_norm_project(rows[0], Y, beta, weights[-1], EPS, centred)
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        W_rows = D * (n if joint else 1)
+        weight_bytes = _weight_operand_bytes(W_rows, K, size)
+        weighted_rows = pending * has_weights  # without weights, dY of one stream is dH
+        beta_bytes = 4 * N * n * has_weights
+        projection_bytes = 4 * (N if joint else N * n) * (K + 1)
+        forward = N * D * (2 * n + pending) * size + beta_bytes + projection_bytes + weight_bytes
+        backward = N * D * (3 * n + 2 * weighted_rows) * size + 2 * beta_bytes + projection_bytes
+        return forward, backward + weight_bytes + 4 * K * W_rows
+
     return Case(
         "project",
         run,
         lambda D: [(n, D), (pending, D)] if pending else [(n, D)],
         lambda D: [*[(0, n)] * has_weights, (n * D if joint else D, K)],
-        lambda N, D, size: (N, D, n, K, joint, size, pending, weighted),
+        traffic,
     )
 
 
@@ -227,6 +265,16 @@ def hyper_case(
         Y, beta = (rows[1], rest.pop(0)) if pending else (None, None)
         return op.hyper_connection(rows[0], Y, beta, coefficient_map, inputs, _norm_spec(rest))
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        weight_bytes = 4 * D * K
+        number_bytes = 4 * N * n  # of one float32 for each stream of each token
+        has_beta = pending > 0
+        forward = N * D * (2 * n + pending + inputs) * size + weight_bytes + 4 * D * parameters
+        backward = N * D * (3 * n + 2 * pending + inputs) * size + 2 * weight_bytes
+        forward += number_bytes * (K + 2 + has_beta)
+        backward += number_bytes * (4 * K + 2 + 2 * has_beta) + _norm_backward_bytes(D, parameters)
+        return forward, backward
+
     def scale_weights(weights: list[Tensor]) -> list[Tensor]:
         W, *others = weights
         return [W * len(W) ** -0.5, *others]
@@ -236,7 +284,7 @@ def hyper_case(
         run,
         lambda D: [(n, D), (pending, D)] if pending else [(n, D)],
         lambda D: [(D, K), (K,), (K,), (n, K), *[(0, n)] * (pending > 0), *[(D,)] * parameters],
-        lambda N, D, size: (N, D, n, size, pending, inputs, parameters),
+        traffic,
         scale_weights,
         widest=2048,
     )
@@ -259,12 +307,20 @@ def single_pass_case(n: int, K: int, mixes: bool = True, parameters: int = 0) ->
         norm = _norm_spec(weights[3 + mixes :])
         return op.single_pass_connection(*rows, beta, res, pre, W, EPS, norm)
 
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:  # without the norm
+        weight_bytes = _weight_operand_bytes(n * D, K, size)
+        coefficient_bytes = 4 * N * (2 * n + n * n * mixes)
+        projection_bytes = 4 * N * (K + 1)
+        forward = N * D * (2 * n + 2) * size + coefficient_bytes + projection_bytes + weight_bytes
+        backward = N * D * (4 * n + 3) * size + 2 * coefficient_bytes + 2 * projection_bytes
+        return forward, backward + weight_bytes + 4 * n * D * K
+
     return Case(
         "single_pass",
         run,
         lambda D: [(n, D), (D,)],
         lambda D: [(n * D, K), *coefficients, *[(D,)] * parameters],
-        lambda N, D, size: (N, D, n, K, size, mixes),
+        traffic,
     )
 
 
@@ -274,19 +330,39 @@ def sinkhorn_case(n: int, rounds: int) -> Case:
         lambda op, _, weights: (op.sinkhorn(weights[0], rounds),),
         lambda D: [],
         lambda D: [(0, n, n)],
-        lambda N, D, size: (N, n),
+        lambda N, D, size: (8 * N * n * n, 12 * N * n * n),
     )
 
 
 def norm_case(parameters: int) -> Case:
     """`add_norm`: 1 parameter for RMSNorm, 2 for LayerNorm."""
+
+    def traffic(N: int, D: int, size: int) -> tuple[int, int]:
+        row_bytes = 4 * N * D * size
+        return row_bytes + 4 * D * parameters, row_bytes + _norm_backward_bytes(D, parameters)
+
     return Case(
         "norm",
         lambda op, rows, weights: op.add_norm(*rows, _norm_spec(weights)),
         lambda D: [(D,)] * 2,
         lambda D: [(D,)] * parameters,
-        lambda N, D, size: (N, D, size, parameters),
+        traffic,
     )
+
+
+def _norm_backward_bytes(D: int, parameters: int) -> int:
+    """Bytes that a norm adds to a backward: its weight is read, the gradients of weight and bias
+    are written.
+    """
+    return 4 * D * (1 + parameters) if parameters else 0
+
+
+def _weight_operand_bytes(rows: int, K: int, size: int) -> int:
+    """Bytes that the use of W [rows K] moves: W and, for streams of two bytes an element, twice
+    the three bfloat16 parts whose sum it is (`kernels/split_products.py`).
+    """
+    part_bytes = 3 * 2 * rows * 8 * math.ceil(K / 8)
+    return 4 * rows * K + (2 * part_bytes if size == 2 else 0)
 
 
 def _scale_query(w: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def _measured_rows(settings: BenchmarkSettings) -> Iterator[Row]:
         except ValueError as error:
             yield shape | {"kernel": "none", "note": describe_error(error)}
             continue
-        forward, backward = case.memory_traffic_bytes(2**20, D, settings.torch_dtype.itemsize)
+        forward, backward = case.traffic(2**20, D, settings.torch_dtype.itemsize)
         for kernel in kernels:
             bytes_moved = backward if kernel.name.endswith("_backward") else forward
             launches = sum(other.launches for other in kernels if other.name == kernel.name)

@@ -110,9 +110,9 @@ def measure_op(
 
 
 def least_bytes(case: Case, N: int, D: int, itemsize: int) -> dict[str, int | None]:
-    """Bytes that an op must move in each of `PASSES`; None if triton is not installed."""
+    """Bytes an op must move in each of `PASSES`; None if they need triton, which is missing."""
     try:
-        forward, backward = case.memory_traffic_bytes(N, D, itemsize)
+        forward, backward = case.traffic(N, D, itemsize)
     except ModuleNotFoundError:
         return dict.fromkeys(PASSES)
     return {"forward": forward, "forward+backward": forward + backward}

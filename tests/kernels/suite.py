@@ -625,14 +625,14 @@ def test_empty_batch(case):
 @all_cases
 @pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter loads and stores")
 def test_memory_traffic(case, monkeypatch):
-    """Forward moves at most 1.05 of `memory_traffic_bytes`; forward and backward 1.15 of it."""
+    """Forward moves at most 1.05 of `Case.traffic`; forward and backward 1.15 of it."""
     # One program, because each reads the weights, and the tokens must outweigh these.
     monkeypatch.setattr(launch, "program_count", lambda *_, **__: 1)
     N, D = 8, 1000
     rows, weights = case.make_tensors(N, D, torch.bfloat16)
     rows = [x.bfloat16().requires_grad_() for x in rows]
     weights = [w.float().requires_grad_() for w in weights]
-    forward, backward = case.memory_traffic_bytes(N, D, 2)
+    forward, backward = case.traffic(N, D, 2)
     with count_traffic() as traffic:
         outs = case.run(kernel_ops(), rows, weights)
         forward_moved = traffic.bytes

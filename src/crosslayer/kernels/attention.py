@@ -39,7 +39,6 @@ from .fused_norm import (
     load_affine,
     load_parameter,
     norm_arguments,
-    norm_backward_bytes,
     norm_of_arguments,
     norm_row,
     norm_rows_backward,
@@ -68,31 +67,12 @@ def depth_attention(
     return out, pass_sources_on(X, passed)
 
 
-def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int) -> tuple[int, int]:
-    """Bytes that forward and backward must move. Every source has a later reader.
-
-    Args:
-        N: tokens.
-        D: width.
-        L: sources.
-        size: bytes an element.
-        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
-    """
-    saved_bytes = 0
-    if _saves_output(L):
-        saved_bytes = N * D * (size if parameters else 4)
-    forward = N * D * (L + 1) * size + saved_bytes + 4 * D * (1 + parameters)
-    launches = len(_gradient_launches(L))
-    backward = N * D * (3 * L + launches) * size + launches * saved_bytes + 8 * D
-    return forward, backward + norm_backward_bytes(D, parameters)
-
-
-def _saves_output(L: int) -> bool:
+def saves_output(L: int) -> bool:
     """Whether the backward pass reads out, and does not compute it again."""
     return L > _MOST_GRADIENTS
 
 
-def _gradient_launches(L: int) -> list[tuple[int, int]]:
+def gradient_launches(L: int) -> list[tuple[int, int]]:
     """The first source and the one after the last, of each launch of the backward pass."""
     launches = launch.ceil_div(L, _MOST_GRADIENTS)
     size = launch.ceil_div(L, launches)
@@ -277,7 +257,7 @@ def _empty_outputs(
     z = q.new_empty(*shape[:-1], L)
     rstd = q.new_empty(*shape[:-1], L)
     saved = []
-    if _saves_output(L):
+    if saves_output(L):
         # A norm's backward makes dout orthogonal to out. Without one, ⟨dout, out⟩ counts.
         saved.append((X[0] if affine else q).new_empty(shape))
     return X[0].new_empty(shape), z, rstd, q.new_empty(shape[:-1]), saved
@@ -301,7 +281,7 @@ def _depth_attention_backward(
     D = X[0].shape[-1]
     block = launch.block_size(D)
     programs = launch.program_count(N, q)
-    launches = _gradient_launches(len(X))
+    launches = gradient_launches(len(X))
     dX = [torch.empty_like(x) for x in X]
     dq = launch.empty_partial_sums(q, len(launches), programs, D)
     daffine = empty_affine_partial_sums(affine, programs)
@@ -361,7 +341,7 @@ class _DepthAttention(Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Any, ...]:
         q, z, rstd, lse, *tensors = ctx.saved_tensors
-        saved = [tensors.pop()] if _saves_output(ctx.L) else []
+        saved = [tensors.pop()] if saves_output(ctx.L) else []
         options = (ctx.norm_eps, ctx.centred)
         if torch.is_grad_enabled():  # create_graph
             inputs = (q, ctx.eps, *options, ctx.L, *tensors)

@@ -21,13 +21,6 @@ from . import launch
 from .row_sums import pick_number, sum_rows
 
 
-def norm_backward_bytes(D: int, parameters: int) -> int:
-    """Bytes that a norm adds to a backward: its weight is read, the gradients of weight and bias
-    are written.
-    """
-    return 4 * D * (1 + parameters) if parameters else 0
-
-
 @triton.jit
 def norm_row(x, w, b, d, D, eps, CENTRED: tl.constexpr):
     """x̂·w + b of a row."""

@@ -36,7 +36,6 @@ from .fused_norm import (
     load_affine,
     load_parameter,
     norm_arguments,
-    norm_backward_bytes,
     norm_of_arguments,
     norm_row,
     norm_rows_backward,
@@ -66,27 +65,6 @@ def gate_pool(
         S, y, beta, pool_query.float(), score, eps, *norm_arguments(norm)
     )
     return tuple(gated), h, None if score is None else scores
-
-
-def memory_traffic_bytes(
-    N: int, D: int, n: int, size: int, scored: bool, parameters: int
-) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
-
-    Args:
-        N: tokens.
-        D: width.
-        n: streams.
-        size: bytes an element.
-        scored: whether the scores of a next gate are computed.
-        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
-    """
-    gate_bytes = 4 * N * n
-    query_bytes = 4 * D * (1 + scored)
-    forward = N * D * (2 * n + 2) * size + gate_bytes * (1 + scored) + query_bytes
-    forward += 4 * D * parameters
-    backward = N * D * (3 * n + 3) * size + gate_bytes * (2 + scored) + 2 * query_bytes
-    return forward, backward + norm_backward_bytes(D, parameters)
 
 
 @triton.jit

@@ -36,7 +36,6 @@ from .fused_norm import (
     load_affine,
     load_parameter,
     norm_arguments,
-    norm_backward_bytes,
     norm_of_arguments,
     norm_row,
     norm_rows_backward,
@@ -91,31 +90,6 @@ def fits_program(
     rows = [H] * (2 * n + _pending_rows(Y) + inputs)
     fits = launch.fits_in_registers(rows, launch.block_size(D), rows=2 * K + 2)
     return fits and n * (K + 1) <= _MAX_SUMS
-
-
-def memory_traffic_bytes(
-    N: int, D: int, n: int, size: int, pending: int, inputs: int, parameters: int
-) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
-
-    Args:
-        N: tokens.
-        D: width.
-        n: streams.
-        size: bytes an element.
-        pending: rows of Y a token: n, 1 where all streams share it, 0 where no write is pending.
-        inputs: mixtures in x.
-        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
-    """
-    K = n + inputs + 1
-    weight_bytes = 4 * D * K
-    number_bytes = 4 * N * n  # of one float32 for each stream of each token
-    has_beta = pending > 0
-    forward = N * D * (2 * n + pending + inputs) * size + weight_bytes + 4 * D * parameters
-    backward = N * D * (3 * n + 2 * pending + inputs) * size + 2 * weight_bytes
-    forward += number_bytes * (K + 2 + has_beta)
-    backward += number_bytes * (4 * K + 2 + 2 * has_beta) + norm_backward_bytes(D, parameters)
-    return forward, backward
 
 
 @triton.jit

@@ -31,7 +31,6 @@ from .fused_norm import (
     load_affine,
     load_parameter,
     norm_arguments,
-    norm_backward_bytes,
     norm_of_arguments,
     norm_row,
     norm_rows_backward,
@@ -85,37 +84,6 @@ def _can_fuse(D: int, C: int, norms: Sequence[NormSpec]) -> bool:
         return False
     parameters = sum(len(norm_arguments(norm)[0]) for norm in norms)
     return launch.fits_in_registers([], launch.block_size(D), C + len(norms) + parameters)
-
-
-def memory_traffic_bytes(
-    N: int,
-    D: int,
-    L: int,
-    C: int,
-    size: int,
-    static: bool,
-    plain: int,
-    normed: int,
-    parameters: int,
-) -> tuple[int, int]:
-    """Bytes that forward and backward must move. Every source has a later reader, and every output
-    a gradient.
-
-    Args:
-        N: tokens.
-        D: width.
-        L: sources.
-        C: mixtures.
-        size: bytes an element.
-        static: all tokens share the weights.
-        plain: the number of outputs that are mixtures.
-        normed: the number of outputs that are norms of mixtures.
-        parameters: tensors of each norm: 1 (weight) or 2 (and bias).
-    """
-    weight_bytes = 4 * C * L * (1 if static else N)
-    forward = N * D * (L + plain + normed) * size + weight_bytes + 4 * D * normed * parameters
-    backward = N * D * (3 * L + plain + normed) * size + 2 * weight_bytes
-    return forward, backward + normed * norm_backward_bytes(D, parameters)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from .fused_norm import (
     load_affine,
     load_parameter,
     norm_arguments,
-    norm_backward_bytes,
     norm_of_arguments,
     norm_row,
     norm_rows_backward,
@@ -37,20 +36,6 @@ def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple
         h = add_write(h, y)
         return h, apply_norm(h, norm)
     return _add_norm(h, y.expand_as(h), *norm_arguments(norm))
-
-
-def memory_traffic_bytes(N: int, D: int, size: int, parameters: int) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
-
-    Args:
-        N: tokens.
-        D: width.
-        size: bytes an element.
-        parameters: tensors of the norm: 1 (weight) or 2 (and bias).
-    """
-    forward = 4 * N * D * size + 4 * D * parameters
-    backward = 4 * N * D * size + norm_backward_bytes(D, parameters)
-    return forward, backward
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -38,7 +38,6 @@ from .split_products import (
     split_operand,
     stored_columns,
     weight_operand,
-    weight_operand_bytes,
 )
 
 # Columns of W of which a piece fits a program. MUDD has more from 33 sources on: torch computes its
@@ -82,41 +81,6 @@ def columns_fit_program(
 def _tile_tokens(side: int) -> int:
     """Tokens of a tile of the forward pass, where streams share W. side: streams, padded."""
     return max(32, 128 // side)
-
-
-def memory_traffic_bytes(
-    N: int,
-    D: int,
-    n: int,
-    K: int,
-    joint: bool,
-    size: int,
-    pending: int,
-    weighted: bool,
-) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
-
-    Args:
-        N: tokens.
-        D: width.
-        n: streams.
-        K: columns of W.
-        joint: all streams of a token are one vector.
-        size: bytes an element.
-        pending: rows of Y a token: n, 1 where all streams share it, 0 where no write is pending.
-        weighted: the write has weights. Without them, and with one stream, dY is dH.
-    """
-    W_rows = D * (n if joint else 1)
-    weight_bytes = weight_operand_bytes(W_rows, K, size)
-    weight_gradient_bytes = 4 * K * W_rows
-    rows = N if joint else N * n
-    weighted_rows = pending if weighted else 0  # of Y a token
-    beta_bytes = 4 * N * n * (weighted_rows > 0)
-    projection_bytes = 4 * rows * (K + 1)
-    forward = N * D * (2 * n + pending) * size + beta_bytes + projection_bytes + weight_bytes
-    backward = N * D * (3 * n + 2 * weighted_rows) * size + 2 * beta_bytes + projection_bytes
-    backward += weight_bytes + weight_gradient_bytes
-    return forward, backward
 
 
 @triton.jit

@@ -38,7 +38,6 @@ from .split_products import (
     stored_columns,
     weight_gradient,
     weight_operand,
-    weight_operand_bytes,
 )
 
 # Columns of W of which a piece fits a program: with more, as of 7 streams, registers spill.
@@ -80,27 +79,6 @@ def fits_program_and_dtype(
     """
     rounds_too_early = norm is not None and H.dtype == torch.float16
     return W.shape[1] <= MAX_COLUMNS and not rounds_too_early
-
-
-def memory_traffic_bytes(N: int, D: int, n: int, K: int, size: int, mixes: bool) -> tuple[int, int]:
-    """Bytes that forward and backward must move, without a norm.
-
-    Args:
-        N: tokens.
-        D: width.
-        n: streams.
-        K: columns of W.
-        size: bytes an element.
-        mixes: there is a `res`.
-    """
-    weight_bytes = weight_operand_bytes(n * D, K, size)
-    weight_gradient_bytes = 4 * n * D * K
-    coefficient_bytes = 4 * N * (2 * n + n * n * mixes)
-    projection_bytes = 4 * N * (K + 1)
-    forward = N * D * (2 * n + 2) * size + coefficient_bytes + projection_bytes + weight_bytes
-    backward = N * D * (4 * n + 3) * size + 2 * coefficient_bytes + 2 * projection_bytes
-    backward += weight_bytes + weight_gradient_bytes
-    return forward, backward
 
 
 @triton.jit

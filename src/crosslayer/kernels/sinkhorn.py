@@ -29,11 +29,6 @@ def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     return _sinkhorn(logits, rounds, eps)
 
 
-def memory_traffic_bytes(N: int, n: int) -> tuple[int, int]:
-    """Bytes that forward and backward must move for N matrices [n n], float32."""
-    return 8 * N * n * n, 12 * N * n * n
-
-
 @triton.jit
 def _divide(M, s, on):
     # Lanes that are off hold 0 and stay 0.

@@ -158,17 +158,6 @@ def padded_columns(K: int) -> int:
     return max(16, launch.next_power_of_2(K))
 
 
-def weight_operand_bytes(rows: int, K: int, size: int) -> int:
-    """Bytes that the use of W [rows K] moves: W and, for bfloat16 streams, its parts twice.
-
-    Args:
-        rows, K: of W.
-        size: bytes an element of the streams; 2 is taken for bfloat16.
-    """
-    part_bytes = 3 * 2 * rows * _aligned_columns(K)
-    return 4 * rows * K + (2 * part_bytes if size == 2 else 0)
-
-
 def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
     """Σ_tokens rowᵀ g, the gradient of weights W in row W.
 

@@ -29,7 +29,6 @@ from .fused_norm import (
     load_affine,
     load_parameter,
     norm_arguments,
-    norm_backward_bytes,
     norm_of_arguments,
     norm_row,
     norm_rows_backward,
@@ -66,22 +65,6 @@ def can_norm_before_rounding(
 def _fuses_norm(n: int, D: int) -> bool:
     """Whether a program has a token's whole x, as a norm needs it."""
     return _piece_size(n, D) >= D
-
-
-def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
-
-    Args:
-        N: tokens.
-        D: width.
-        n: streams.
-        size: bytes an element.
-        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
-    """
-    coefficient_bytes = 4 * N * (n + n * n)
-    forward = N * D * (2 * n + 1) * size + coefficient_bytes + 4 * D * parameters
-    backward = N * D * (3 * n + 1) * size + 2 * coefficient_bytes
-    return forward, backward + norm_backward_bytes(D, parameters)
 
 
 @triton.jit(do_not_specialize=["N"])
