@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,31 @@ _ACTIVATION_NAMES = (
 )  # fmt: skip
 
 
-class FunctionObserver(Protocol):
-    """What answers the calls of a layer's functions."""
+class Observer:
+    """What answers the calls of a shadow's modules and functions."""
+
+    # Set before a run: the layer's own parameters and buffers of floats, by name.
+    parameters: dict[str, Tensor | None]
+    unpacked: str  # set in a run: the path of the stand-in whose output was unpacked last
+
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a module returns. path: its name in the layer.
+
+        A plain tensor can be unpacked as a tuple with the tensor first.
+        """
+        raise NotImplementedError
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         """What a call of `torch.nn.functional.dropout` returns."""
+        return x
 
     def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         """What a call of an activation or a norm returns."""
+        return call(x)
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
-        """What a product with an argument of the layer is."""
+        """What a product with an argument of the layer is, where there are stand-ins for these."""
+        raise NotImplementedError
 
 
 def _find_functions() -> dict[Any, Callable[..., Tensor]]:
@@ -66,7 +80,7 @@ class FunctionMode(TorchFunctionMode):
         training: the mode that dropout must be in; None where modules in either mode are run.
     """
 
-    def __init__(self, observer: FunctionObserver, training: bool | None = False):
+    def __init__(self, observer: Observer, training: bool | None = False):
         super().__init__()
         self.observer = observer
         self.training = training

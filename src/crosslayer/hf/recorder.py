@@ -29,6 +29,7 @@ from .families import (
     ReturnedArgument,
     UnreadValue,
 )
+from .function_calls import Observer
 from .shadow import FIRST_VALUES, MOST_OUTPUTS, OtherOutput, ShadowValues
 from .shadow_runs import SeveralStreamsError, run_layer_shadow
 
@@ -76,11 +77,8 @@ class LayerTrace(NamedTuple):
         return self.calls[vector - 1]
 
 
-class _Recorder:
+class _Recorder(Observer):
     """Answers every call with a random vector."""
-
-    parameters: dict[str, Tensor | None]
-    unpacked: str
 
     def __init__(self, width: int, values: ShadowValues):
         self.generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ layer costs milliseconds at any size, on any device, meta included, and changes 
 
 from collections.abc import Callable, Collection
 from types import CellType, FunctionType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..class_swap import original_class, swapped_class
 from ..partitioned import parameter_shape
 from .arguments import name_arguments
 from .families import ExtraOutput
-from .function_calls import FunctionObserver
+from .function_calls import Observer
 from .projections import is_norm
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -24,20 +24,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 Treatment = Literal["stand in", "open", "share"]
 # Outputs of a stand-in whose caller does not unpack them into names: more than any module has.
 MOST_OUTPUTS = 16
-
-
-class Observer(FunctionObserver, Protocol):
-    """What answers the calls of a shadow's modules and functions."""
-
-    # Set before a run: the layer's own parameters and buffers of floats, by name.
-    parameters: dict[str, Tensor | None]
-    unpacked: str  # set in a run: the path of the stand-in whose output was unpacked last
-
-    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a module returns. path: its name in the layer.
-
-        A plain tensor can be unpacked as a tuple with the tensor first.
-        """
 
 
 class ShadowValues(NamedTuple):

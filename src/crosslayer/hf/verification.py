@@ -30,13 +30,12 @@ from .arguments import (
 from .attach import attach_connections
 from .families import (
     ArgumentProduct,
-    FunctionCall,
     LayerWiring,
     ModelWiring,
     Sublayer,
     own_connection,
 )
-from .function_calls import FunctionMode
+from .function_calls import FunctionMode, Observer
 from .hidden_states import TravellingState, find_token_slice
 from .host_norms import find_attribute
 from .layer_recognition import recognise_layer
@@ -104,11 +103,8 @@ def _has_forward(module: nn.Module) -> bool:
     return original_class(module).forward is not nn.Module.forward
 
 
-class _Functions:
+class _Functions(Observer):
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
-
-    parameters: dict[str, Tensor | None]
-    unpacked: str
 
     def __init__(self, width: int):
         generator = torch.Generator().manual_seed(0)
@@ -127,9 +123,6 @@ class _Functions:
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return torch.sin(x.double() + p)
-
-    def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
-        return call(x)
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
         return torch.sin(x.double() + sum(map(ord, product.argument)))
@@ -211,11 +204,8 @@ class _Travelling(Tensor):
         raise ChangedStreamError(f"it reads or changes the stream after {after} ({name})")
 
 
-class _Handover:
+class _Handover(Observer):
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
-
-    parameters: dict[str, Tensor | None]
-    unpacked: str
 
     def __init__(self, backbone: nn.Module, wiring: ModelWiring):
         self.wiring = wiring
@@ -253,15 +243,6 @@ class _Handover:
                 f"it runs {path} after {before}, and a connection needs each layer once, in order"
             )
         self.layers_run += 1
-
-    def drop_out(self, x: Tensor, p: float) -> Tensor:
-        return x
-
-    def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
-        return call(x)
-
-    def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
-        raise NotImplementedError("a backbone is called without stand-ins for its arguments")
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
