@@ -60,7 +60,7 @@ def trace_layer(
             if error.path in paths or not has_children(layer.get_submodule(error.path)):
                 raise
             paths.add(error.path)
-    read_streams = _streams_that_change_nothing(layer, trace_once, trace, given, streams)
+    read_streams = _streams_that_change_nothing(trace_once, trace, given, streams)
     unread_streams: list[tuple[str, UnreadValue]] = [
         (name, "given") for name in streams if name not in read_streams
     ]
@@ -74,14 +74,13 @@ def trace_layer(
     if any(isinstance(value, bool | int | float | str) for value in arguments):
         value_sets.append(_OF_ONE_TOKEN)
     for values in value_sets:
-        _check_other_values(layer, partial(trace_once, given), trace, values)
-    _check_training(layer, partial(trace_once, given), trace)
+        _check_other_values(layer, trace, partial(trace_once, given, values=values))
+    _check_training(layer, trace, partial(trace_once, given, training=True))
     unread_values = (*unread_streams, *_unread_values(layer, trace_once, trace, given))
     return trace._replace(unread_values=unread_values)
 
 
 def _streams_that_change_nothing(
-    layer: nn.Module,
     trace_once: Callable[..., LayerTrace],
     trace: LayerTrace,
     given: dict[str, Any],
@@ -94,16 +93,13 @@ def _streams_that_change_nothing(
     alone = {
         name: stream
         for name, stream in streams.items()
-        if _is_same_trace(layer, trace_once, trace, given | {name: stream})
+        if _is_same_trace(trace_once, trace, given | {name: stream})
     }
-    return alone if _is_same_trace(layer, trace_once, trace, given | alone) else {}
+    return alone if _is_same_trace(trace_once, trace, given | alone) else {}
 
 
 def _is_same_trace(
-    layer: nn.Module,
-    trace_once: Callable[..., LayerTrace],
-    trace: LayerTrace,
-    arguments: dict[str, Any],
+    trace_once: Callable[..., LayerTrace], trace: LayerTrace, arguments: dict[str, Any]
 ) -> bool:
     """Whether the layer calls the same with other arguments, apart from these."""
     try:
@@ -125,17 +121,27 @@ def _unread_values(
     """
     for name, value, arguments in other_arguments(layer, given):
         replaced = {repr(given[name]): repr(None)} if value is None else {}
-        try:
-            other = trace_once(arguments)
-            is_same = (
-                _same_calls(trace, other)
-                and _same_arguments(layer, trace, other, replaced)
-                and _same_extras(trace, other, name, value)
-            )
-        except ValueError:
-            is_same = False
-        if not is_same:
+        other = _same_run(layer, trace, partial(trace_once, arguments), replaced)
+        if other is None or not _same_extras(trace, other, name, value):
             yield name, value
+
+
+def _same_run(
+    layer: nn.Module,
+    trace: LayerTrace,
+    run: Callable[[], LayerTrace],
+    replaced: Mapping[str, str],
+) -> LayerTrace | None:
+    """What a run records if its modules get the same sums and arguments as in a trace; else None.
+
+    replaced: as of `_same_arguments`.
+    """
+    try:
+        other = run()
+    except ValueError:
+        return None
+    is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, replaced)
+    return other if is_same else None
 
 
 def _same_extras(a: LayerTrace, b: LayerTrace, name: str, value: UnreadValue) -> bool:
@@ -174,38 +180,21 @@ def _same_arguments(
     return True
 
 
-def _check_other_values(
-    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace, values: ShadowValues
-) -> None:
+def _check_other_values(layer: nn.Module, trace: LayerTrace, run: Callable[[], LayerTrace]) -> None:
     """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
-    length of the sequence.
+    length of the sequence. run: with other ones.
     """
-    try:
-        other = trace_once(values=values)
-        is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, {})
-    except ValueError:
-        is_same = False
-    if not is_same:
+    if _same_run(layer, trace, run, {}) is None:
         raise ValueError(
             "what it does depends on its own parameters or buffers, or on the length of its input; "
             "a parameter itself may multiply an output, of one number or of one a channel"
         )
 
 
-def _check_training(
-    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace
-) -> None:
-    """Raise a ValueError where a layer's own code does something else in training."""
+def _check_training(layer: nn.Module, trace: LayerTrace, run: Callable[[], LayerTrace]) -> None:
+    """Raise a ValueError where a layer's own code does something else in training. run: in it."""
     with _restored_random_states(layer) as has_changed:
-        try:
-            in_training = trace_once(training=True)
-            is_same = (
-                not has_changed()
-                and _same_calls(trace, in_training)
-                and _same_arguments(layer, trace, in_training, {})
-            )
-        except ValueError:
-            is_same = False
+        is_same = _same_run(layer, trace, run, {}) is not None and not has_changed()
     if not is_same:
         raise ValueError(
             "in training its own code does something else than in evaluation; connections keep "
