@@ -49,6 +49,16 @@ def extra_data() -> Path:
     return Path(folder)
 
 
+@pytest.fixture
+def no_progress_bars():
+    """Those of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
 pytest.register_assert_rewrite("crosslayer.testing.laws")
 
 from crosslayer.testing.laws import same_start  # noqa: E402, F401

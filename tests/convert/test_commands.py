@@ -17,7 +17,6 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 import crosslayer
 from crosslayer.cli.generate import parser as generate_parser
@@ -26,6 +25,8 @@ from crosslayer.convert import load_published, open_tokenizer
 from tests.hf.backbones import build, llama
 
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
+# A process of its own silences transformers before its import.
+pytestmark = pytest.mark.usefixtures("no_progress_bars")
 
 
 def letter_tokenizer(size: int = 97) -> Tokenizer:
@@ -35,14 +36,6 @@ def letter_tokenizer(size: int = 97) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-@pytest.fixture(autouse=True)
-def no_progress_bars():
-    """As in a process of its own, where the command silences transformers before its import."""
-    logging.disable_progress_bar()
-    yield
-    logging.enable_progress_bar()
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 import io
 import json
+from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -14,6 +15,7 @@ from crosslayer.cli.main import main
 from crosslayer.convert import open_model, open_tokenizer
 from crosslayer.data.tokenizing import byte_tokenizer_json
 from tests.hf.backbones import connected, llama
+from tests.support.errors import assert_refused, change_weights
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -41,18 +43,6 @@ def configure(folder, **changes):
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-def change_weights(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def refuses(folder, message, load=open_model):
-    with pytest.raises(ValueError, match=message) as error:
-        load(folder)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -72,7 +62,7 @@ def refuses(folder, message, load=open_model):
 )
 def test_a_plain_model_is_complete(change, message, tmp_path):
     change_weights(save(tmp_path), change)
-    refuses(tmp_path, message)
+    assert_refused(open_model, tmp_path, message)
 
 
 def test_what_a_plain_model_need_not_have(tmp_path):
@@ -107,20 +97,20 @@ def test_what_a_plain_model_need_not_have(tmp_path):
 )
 def test_a_config_of_a_connected_model(changes, message, tmp_path):
     configure(save(tmp_path, "mudd"), **changes)
-    refuses(tmp_path, message)
+    assert_refused(open_model, tmp_path, message)
 
 
 def test_a_lost_key_is_refused_by_transformers_too(tmp_path):
     configure(save(tmp_path, "prenorm"), crosslayer=...)
     for load in (AutoModelForCausalLM.from_pretrained, type(llama()).from_pretrained):
-        refuses(tmp_path, "has lost the key 'crosslayer'", load)
+        assert_refused(load, tmp_path, "has lost the key 'crosslayer'")
 
 
 def test_folders_of_other_kinds(tmp_path):
     crosslayer.connect(llama().model, "mudd").save_pretrained(tmp_path / "headless")
-    refuses(tmp_path / "headless", "a LlamaModel is no language model")
+    assert_refused(open_model, tmp_path / "headless", "a LlamaModel is no language model")
     (save(tmp_path / "adapter") / "adapter_config.json").write_text("{}")
-    refuses(tmp_path / "adapter", "holds an adapter of PEFT")
+    assert_refused(open_model, tmp_path / "adapter", "holds an adapter of PEFT")
 
 
 CODE = "import pathlib; pathlib.Path({marker!r}).touch()\n\nclass X: pass\n"
@@ -216,11 +206,12 @@ def test_the_separator_is_the_first_of_the_known_ones(tmp_path):
 def test_a_tokenizer_of_a_class_that_is_none(file, tmp_path):
     save(tmp_path)
     (tmp_path / file).write_text('{"tokenizer_class": "LlamaConfig"}')
-    refuses(tmp_path, f"{file} names 'LlamaConfig', which is no tokenizer", open_tokenizer)
+    assert_refused(open_tokenizer, tmp_path, f"{file} names 'LlamaConfig', which is no tokenizer")
 
 
 def test_rope_is_of_published_checkpoints(tmp_path):
-    refuses(save(tmp_path), "rope is an option of published", lambda f: open_model(f, rope="exact"))
+    with_rope = partial(open_model, rope="exact")
+    assert_refused(with_rope, save(tmp_path), "rope is an option of published")
 
 
 def test_a_tokenizer_of_a_class_of_the_folders_own_is_read_from_its_file(tmp_path):

@@ -14,16 +14,8 @@ from crosslayer.convert.rows import (
     reverse_rows,
 )
 from crosslayer.testing.tiny_model import equal_tensors
-from tests.support.chain import LAYERS, D, randn, row
-
-
-def kimi_tensors() -> dict[str, torch.Tensor]:
-    """Kimi-K3's tensors of three layers."""
-    pools = [f"layers.{l}.{s}_res" for l in range(LAYERS) for s in ("self_attention", "mlp")]
-    found = {}
-    for pool in (*pools, "output_attn_res"):
-        found |= {f"{pool}_proj.weight": randn(1, D), f"{pool}_norm.weight": randn(D)}
-    return found
+from tests.convert.test_kimi import kimi_tensors
+from tests.support.chain import D, randn, row
 
 
 def test_a_row_is_converted_in_both_directions():
