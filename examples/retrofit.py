@@ -129,7 +129,7 @@ def run(
 def _check_settings(file: Path, settings: Settings, examples: Examples) -> None:
     """Raise a ValueError where a result is of a run with other settings or data."""
     wanted = settings.identity() | _describe_data(settings, examples)
-    saved = read_json(file, dict).get("settings", {})
+    saved = read_json(file).get("settings", {})
     difference = first_difference(saved, wanted, CHANGEABLE_OPTIONS)
     if difference:
         raise ValueError(f"{file}: belongs to another run, {difference}; choose another folder")
@@ -190,7 +190,7 @@ def load_runs(folder: Path) -> list[RetrofitRun]:
     runs = []
     for file in sorted(folder.glob("*.json")):
         try:
-            runs.append(RetrofitRun(**read_json(file, dict)))
+            runs.append(RetrofitRun(**read_json(file)))
         except TypeError:
             raise ValueError(f"{file}: not a result of `run`") from None
     if not any(run.connection == "prenorm" for run in runs):

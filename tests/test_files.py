@@ -60,19 +60,19 @@ def test_bad_json_is_one_line(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{message}") as caught:
-        read_json(path, dict)
+        read_json(path)
     assert "\n" not in str(caught.value)
 
 
 def test_json_of_the_expected_kind(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": [1]}')
-    assert read_json(path, dict) == {"a": [1]}
-    assert parse_json("[1]", "line 1", list) == [1]
+    assert read_json(path) == {"a": [1]}
+    assert parse_json("[1]", "line 1", object) == [1]
     with pytest.raises(ValueError, match="no such file"):
-        read_json(tmp_path / "y.json", dict)
+        read_json(tmp_path / "y.json")
     with pytest.raises(ValueError, match="not a file"):
-        read_json(tmp_path, dict)
+        read_json(tmp_path)
 
 
 def test_a_holder_that_has_not_yet_written_its_name(tmp_path):

@@ -32,7 +32,7 @@ class PrunedModels:
 def read_pruned_models(folder: Path = RESULTS) -> PrunedModels:
     """The committed losses; empty if there are none."""
     file = folder / PRUNING_FILE
-    return PrunedModels(**read_json(file, dict)) if file.exists() else PrunedModels()
+    return PrunedModels(**read_json(file)) if file.exists() else PrunedModels()
 
 
 def take_over_pruning(inspection: Path, folder: Path = RESULTS) -> Path:
@@ -46,7 +46,7 @@ def take_over_pruning(inspection: Path, folder: Path = RESULTS) -> Path:
         ValueError: a model has no such curve.
     """
     pruned = PrunedModels()
-    for model in read_json(inspection / JSON_FILE, dict)["models"]:
+    for model in read_json(inspection / JSON_FILE)["models"]:
         curve = model["results"].get("pruning")
         if curve is None:
             raise ValueError(f"{inspection}: the model {model['name']} has no losses of pruning")

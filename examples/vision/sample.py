@@ -34,7 +34,7 @@ def load_dit(folder: Path) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    config = read_json(folder / "config.json", dict)
+    config = read_json(folder / "config.json")
     try:
         weights = load_file(folder / "diffusion_pytorch_model.safetensors")
         names = inspect.signature(DiTTransformer2DModel).parameters

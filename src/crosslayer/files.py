@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-_Kind = TypeVar("_Kind", dict[str, Any], list[Any], object)
+_Kind = TypeVar("_Kind", dict[str, Any], object)
 
 LOCK_FILE = ".lock"
 REPLACED_SUFFIX = ".old"  # of a folder until the new one has its name
 UNFINISHED_SUFFIX = ".part"  # of a file or a folder until it is renamed
-_JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
 
 def short_digest(text: str, length: int = 16) -> str:
@@ -157,12 +156,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
         lock.release()  # The file stays: a process that removed it could remove another's lock.
 
 
-def read_json(path: Path, kind: type[_Kind]) -> _Kind:
-    """The content of a JSON file.
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
 
     Args:
         path: a regular file.
-        kind: what the file must contain, `dict` or `list`.
 
     Raises:
         ValueError: the file cannot be read, is not JSON in UTF-8, or contains something else.
@@ -173,7 +171,7 @@ def read_json(path: Path, kind: type[_Kind]) -> _Kind:
         text = path.read_text("utf8")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not text in UTF-8") from None
-    return parse_json(text, str(path), kind)
+    return parse_json(text, str(path), dict)
 
 
 def parse_json(text: str, source: str, kind: type[_Kind]) -> _Kind:
@@ -182,7 +180,7 @@ def parse_json(text: str, source: str, kind: type[_Kind]) -> _Kind:
     Args:
         text: one JSON value.
         source: where the text is from, for the message of an error.
-        kind: what the value must be, `dict`, `list` or any `object`.
+        kind: what the value must be, `dict` or any `object`.
 
     Raises:
         ValueError: the text is not JSON, is nested too deep, or its value is of another kind.
@@ -194,9 +192,7 @@ def parse_json(text: str, source: str, kind: type[_Kind]) -> _Kind:
     except ValueError as error:
         raise ValueError(f"{source}: not JSON ({error})") from None
     if not isinstance(value, kind):
-        raise ValueError(
-            f"{source}: expected {_JSON_KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
-        )
+        raise ValueError(f"{source}: expected an object of JSON, got {type(value).__name__}")
     return value
 
 

@@ -71,7 +71,7 @@ def open_model(
     config, _ = read_config(folder)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{folder}: {config.model_type!r} is no type of language models")
-    if not names_connection(read_json(folder / CONFIG_FILE, dict)):
+    if not names_connection(read_json(folder / CONFIG_FILE)):
         return load_complete(AutoModelForCausalLM, folder, config=config, dtype=dtype)
     model: PreTrainedModel = from_pretrained(folder, dtype=dtype)
     if not model.can_generate():
@@ -99,7 +99,7 @@ def open_image_model(source: str | Path, dtype: torch.dtype | str = "auto") -> P
         ValueError: there is no complete model at `source`.
     """
     folder = find_folder(source)
-    if names_connection(read_json(folder / CONFIG_FILE, dict)):
+    if names_connection(read_json(folder / CONFIG_FILE)):
         return from_pretrained(folder, dtype=dtype)
     config, _ = read_config(folder)
     return load_complete(AutoModelForImageClassification, folder, config=config, dtype=dtype)
@@ -201,7 +201,7 @@ def _check_tokenizer_files(source: str | Path, folder: Path) -> None:
 def _check_tokenizer_class(folder: Path) -> None:
     """Raise a ValueError where a folder names as its tokenizer another class of transformers."""
     for name in (TOKENIZER_CONFIG_FILE, CONFIG_FILE):
-        config = read_json(folder / name, dict) if (folder / name).is_file() else {}
+        config = read_json(folder / name) if (folder / name).is_file() else {}
         tokenizer_class = config.get("tokenizer_class")
         # One that transformers does not have is read as a plain tokenizer.
         known = getattr(transformers, str(tokenizer_class), PreTrainedTokenizerBase)

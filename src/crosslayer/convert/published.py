@@ -45,7 +45,7 @@ def load_published(
     folder = Path(folder)
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
-    given_config = read_json(folder / CONFIG_FILE, dict)
+    given_config = read_json(folder / CONFIG_FILE)
     weights = FolderWeights(folder)
     layout = _LAYOUTS[_find_layout(given_config, weights, folder)]
     try:
@@ -136,7 +136,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
 
 def is_published(folder: Path) -> bool:
     """Whether a folder's config.json has a published layout rather than transformers'."""
-    config = read_json(folder / CONFIG_FILE, dict)
+    config = read_json(folder / CONFIG_FILE)
     if "model_type" in config:
         return config["model_type"] in list(_LAYOUTS)  # which compares values that cannot be hashed
     return "n_layer" in config

@@ -109,7 +109,7 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
     if not (folder / CORPUS_FILE).is_file():
         raise ValueError(f"{folder}: not a prepared corpus, it has no {CORPUS_FILE}")
     try:
-        description = read_json(folder / CORPUS_FILE, dict)
+        description = read_json(folder / CORPUS_FILE)
         if description["format"] != _FORMAT:
             raise ValueError(f"its format is {description['format']!r}, expected {_FORMAT!r}")
         tokenizer = _open_tokenizer(folder, description["tokenizer"])
@@ -132,7 +132,7 @@ def find_tokenizer_name(place: str) -> str | None:
     if not file.is_file():
         return None
     try:
-        name = read_json(file, dict)["tokenizer"]["name"]
+        name = read_json(file)["tokenizer"]["name"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return name if isinstance(name, str) else None

@@ -308,7 +308,7 @@ def _read_eos_token(folder: Path) -> str | None:
     """The eos_token that transformers finds in a tokenizer's folder, if any."""
     eos_token = None
     for name in (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE):
-        content = read_json(folder / name, dict) if (folder / name).exists() else {}
+        content = read_json(folder / name) if (folder / name).exists() else {}
         eos_token = content.get("eos_token") or eos_token
         if isinstance(eos_token, dict):
             eos_token = eos_token.get("content")

@@ -82,7 +82,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
     folder = find_folder(path, _hub_files(options.get("variant")), **place)
     _check_no_adapter(folder)
-    config_dict = read_json(folder / CONFIG_FILE, dict)
+    config_dict = read_json(folder / CONFIG_FILE)
     check_connection_keys(config_dict, folder)
     if not names_connection(config_dict):
         raise ValueError(
@@ -147,7 +147,7 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
     Raises:
         ValueError: the model type is unknown, or transformers refuses a value.
     """
-    config_dict = read_json(folder / CONFIG_FILE, dict)
+    config_dict = read_json(folder / CONFIG_FILE)
     check_connection_keys(config_dict, folder)
     _config_class(config_dict, folder)
     if config_dict["model_type"] not in CONFIG_MAPPING:  # a family of the user's own, connected

@@ -61,7 +61,7 @@ class FolderWeights:
                     self._add_tensor(name, path, file.get_slice(name))
         index = _find_index(folder)
         if index is not None:
-            indexed = set(read_json(index, dict).get("weight_map", {}))
+            indexed = set(read_json(index).get("weight_map", {}))
             differing = sorted(indexed.symmetric_difference(self._file_of))
             if differing:
                 raise ValueError(f"{index} and the files disagree about {differing[0]!r}")
@@ -138,7 +138,7 @@ def _find_index(folder: Path, suffix: str = "") -> Path | None:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index, dict).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map")
     # A name in the index may not lead out of the folder.

@@ -133,7 +133,7 @@ def _class_numbers(names: list[str], config: Any) -> dict[str, int] | None:
 
 
 def _pixel_moments(file: Path, channels: int) -> tuple[Tensor, Tensor]:
-    content = read_json(file, dict) if file.is_file() else {}
+    content = read_json(file) if file.is_file() else {}
     if content.get("do_normalize") is False:
         return torch.zeros(channels), torch.ones(channels)
     moments = []

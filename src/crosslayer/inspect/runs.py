@@ -124,10 +124,10 @@ def _read_single_run(folder: Path) -> TrainingRun:
     path = folder / RUN_RESULT_FILE
     identity: dict[str, Any] = {}
     if (folder / RUN_FILE).is_file():
-        identity = read_json(folder / RUN_FILE, dict)
+        identity = read_json(folder / RUN_FILE)
     digest = str(identity.get(DATA_DIGEST, ""))
     if path.is_file():
-        result = read_json(path, dict)
+        result = read_json(path)
         return _make_run(folder, result, result.get("settings"), digest, "", path)
     row: dict[str, Any] = {key: identity[key] for key in ("connection", "seed") if key in identity}
     return _make_run(folder, row, identity, digest, "not finished", path)
@@ -226,7 +226,7 @@ def _read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints
     tasks: dict[str, dict[int, float]] = {}
     places = (EVALUATION_FILE, f"*/{EVALUATION_FILE}", f"*/*/{EVALUATION_FILE}")
     for path in [path for place in places for path in sorted(folder.glob(place))]:
-        content = read_json(path, dict)
+        content = read_json(path)
         of_tasks = content.get("tasks", {})
         if not isinstance(of_tasks, dict) or not isinstance(of_tasks.get("results", {}), dict):
             raise ValueError(f"{path}: not the results of crosslayer eval (damaged?)")

@@ -66,7 +66,7 @@ class Checkpoints:
                 write_json(path, self.identity)
                 return
             try:
-                claimed = read_json(path, dict)
+                claimed = read_json(path)
             except ValueError as error:
                 raise ValueError(
                     f"{error}; remove it if the folder is this run's, or choose another --out"
@@ -191,7 +191,7 @@ class Checkpoints:
         """The state in a checkpoint of this run, whose files are as they were written."""
         remedy = self._remedy(path)
         try:
-            index = read_json(path / CHECKPOINT_INDEX, dict)
+            index = read_json(path / CHECKPOINT_INDEX)
             identity = {**index["identity"]}  # a TypeError where it is no mapping
             state = RunState.from_json(index["state"])
             files = {

@@ -126,7 +126,7 @@ def read_comparison_results(file: Path) -> ComparisonResults:
     Raises:
         ValueError: there is no such file, or it is damaged.
     """
-    content = read_json(file, dict)
+    content = read_json(file)
     try:
         return ComparisonResults.from_json(content)
     except (ValueError, KeyError, TypeError) as error:
