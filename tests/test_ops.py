@@ -434,7 +434,7 @@ def test_use_kernels_as_a_function_and_as_a_context_manager(restore_kernels):
     crosslayer.use_kernels(False)
     with off:
         pass
-    assert not kernels_are_on()
+    assert kernels_are_on(), "as when `off` was made"
     with crosslayer.use_kernels(False):
         on = crosslayer.use_kernels(True)
     with on:

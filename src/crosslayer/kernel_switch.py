@@ -6,8 +6,7 @@ They are off by default, because no kernel has been measured on a GPU yet.
 import importlib
 import os
 from importlib.util import find_spec
-from types import TracebackType
-from typing import ClassVar
+from typing import Any
 
 import torch
 
@@ -20,7 +19,8 @@ class use_kernels:
 
     The switch is the process's, not the thread's: blocks of several threads undo each other's. A
     block must contain the backward pass too where `torch.utils.checkpoint` reruns the forward pass,
-    which raises an error if it then runs the other implementation.
+    which raises an error if it then runs the other implementation. The end of a block restores what
+    held when its `use_kernels` was made, as that of `torch.set_grad_enabled` does.
 
         crosslayer.use_kernels(True)
         with crosslayer.use_kernels(False):
@@ -35,8 +35,6 @@ class use_kernels:
         ModuleNotFoundError: `enabled` is True and triton is not installed.
         RuntimeError: kernels are switched on with a build of PyTorch for AMD.
     """
-
-    _last_switched: "ClassVar[use_kernels | None]" = None  # unless a block has begun or ended since
 
     def __init__(self, enabled: bool | None = True):
         check_option_type("enabled", enabled, bool | None)
@@ -53,24 +51,11 @@ class use_kernels:
                 raise RuntimeError("the kernels need an NVIDIA GPU, and this PyTorch is for AMD")
             importlib.import_module("crosslayer.kernels")
         self._devices = ("cuda",) if enabled else ()
-        self._devices_before = [dispatch.kernel_devices]  # what the end of each block restores
-        self._switch()
+        self._devices_before = dispatch.kernel_devices
+        dispatch.kernel_devices = self._devices
 
     def __enter__(self) -> None:
-        if use_kernels._last_switched is not self:  # else the block began when this was made
-            self._devices_before.append(dispatch.kernel_devices)
-            self._switch()
-        use_kernels._last_switched = None
-
-    def _switch(self) -> None:
         dispatch.kernel_devices = self._devices
-        use_kernels._last_switched = self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        dispatch.kernel_devices = self._devices_before.pop()
-        use_kernels._last_switched = None
+    def __exit__(self, *_: Any) -> None:
+        dispatch.kernel_devices = self._devices_before
