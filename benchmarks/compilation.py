@@ -1,7 +1,7 @@
 """Compile the kernels that an op launches for a GPU, on a machine without one.
 
 for kernel in compile_launches(width_connection_case(n=4), N=16, D=2048, dtype=torch.bfloat16):
-    print(kernel.name, kernel.num_warps, kernel.binary.metadata.shared)
+    print(kernel.name, kernel.launch.num_warps, kernel.binary.metadata.shared)
 """
 
 import inspect
@@ -24,26 +24,37 @@ TRITON_TYPES = {
 HOPPER = 90
 
 
+class Launch(NamedTuple):
+    """The arguments of `launch.launch_kernel`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+
+
 class CompiledKernel(NamedTuple):
     """A kernel as it was launched.
 
     Args:
-        name: of the triton function.
-        grid: numbers of programs.
-        constants: the constexpr arguments.
-        num_warps: warps of a program.
-        launches: of this binary.
+        launch: the first one of this binary.
+        launches: their number.
         binary: what `triton.compile` returned.
         seconds: of a processor that triton took; hardly any where its cache has the kernel.
     """
 
-    name: str
-    grid: tuple[int, ...]
-    constants: dict[str, Any]
-    num_warps: int
+    launch: Launch
     launches: int
     binary: Any
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """That of the triton function."""
+        return self.launch.kernel.__name__
 
 
 def compile_launches(
@@ -61,18 +72,6 @@ def compile_launches(
     with recorded_launches() as launches:
         run_forward_and_backward(case, N, D, dtype)
     return [compile_binary(same, capability) for same in launches.values()]
-
-
-class Launch(NamedTuple):
-    """The arguments of `launch.launch_kernel`."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
 
 
 @contextmanager
@@ -175,15 +174,7 @@ def compile_binary(launches: Sequence[Launch], capability: int = HOPPER) -> Comp
     begin = _processor_seconds()
     binary = triton.compile(source, target=target, options=options)
     seconds = _processor_seconds() - begin
-    return CompiledKernel(
-        name=launch.kernel.__name__,
-        grid=launch.grid,
-        constants=launch.constants,
-        num_warps=launch.num_warps,
-        launches=len(launches),
-        binary=binary,
-        seconds=seconds,
-    )
+    return CompiledKernel(launch, len(launches), binary, seconds)
 
 
 def _processor_seconds() -> float:

@@ -59,10 +59,11 @@ def _measured_rows(settings: BenchmarkSettings) -> Iterator[Row]:
 def describe_kernel(kernel: CompiledKernel, token_bytes: float) -> Row:
     """The columns of one kernel, whose launch must move so many bytes a token."""
     code = read_machine_code(kernel.binary)
-    blocks = blocks_per_processor(code.registers, kernel.num_warps, kernel.binary.metadata.shared)
+    warps = kernel.launch.num_warps
+    blocks = blocks_per_processor(code.registers, warps, kernel.binary.metadata.shared)
     return {
         "kernel": kernel.name,
-        "warps": kernel.num_warps,
+        "warps": warps,
         "registers": code.registers,
         "spilled bytes": code.spilled_bytes,
         "load rounds": code.load_rounds,
@@ -89,15 +90,16 @@ def share_of_copy(
     kernel: CompiledKernel, code: MachineCode, token_bytes: float, blocks: int
 ) -> float | None:
     """The modelled bandwidth, as a share of that of a copy; None where the model does not hold."""
-    if "TILE" in kernel.constants or kernel.name.startswith("sinkhorn"):
+    if "TILE" in kernel.launch.constants or kernel.name.startswith("sinkhorn"):
         return None
-    program_bytes = token_bytes / math.prod(kernel.grid[1:])
+    programs, *others = kernel.launch.grid
+    program_bytes = token_bytes / math.prod(others)
     full_waves = 1.0
-    if kernel.grid[0] < TOKENS:  # programs share the tokens, so many on a processor
-        waves = kernel.grid[0] / blocks
+    if programs < TOKENS:  # programs share the tokens, so many on a processor
+        waves = programs / blocks
         full_waves = waves / math.ceil(waves) if waves > 1 else 1.0
-        blocks = min(blocks, kernel.grid[0])
+        blocks = min(blocks, programs)
     waiting = (code.load_rounds * LATENCY + code.barriers * BARRIER + OVERHEAD) / blocks
-    issuing = code.instructions * kernel.num_warps / SCHEDULERS / CLOCK
+    issuing = code.instructions * kernel.launch.num_warps / SCHEDULERS / CLOCK
     moving = program_bytes / (COPY_BANDWIDTH / PROCESSORS)
     return moving / max(waiting, issuing, moving) * full_waves

@@ -66,7 +66,7 @@ def compile_for(capability: int, dtype: torch.dtype, names: list[str]) -> None:
             assert f".target sm_{capability}" in kernel.binary.asm["ptx"]
             products += assert_sums_added_outside(kernel.binary.asm["ttgir"])
             assert shared <= SHARED_MEMORY, f"{kernel.name}: {shared} bytes of shared memory"
-            print(kernel.name, kernel.num_warps, shared, flush=True)
+            print(kernel.name, kernel.launch.num_warps, shared, flush=True)
         # An instruction of a new name would be no product here.
         assert products or not name.startswith("project")
 
