@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..files import read_json
 from ..hf.host_quirks import ROPE_DTYPES
-from ..hf.weights import WEIGHTS_FILE, FolderWeights
+from ..hf.weights import WEIGHTS_FILE, read_tensor_shapes, read_tensors
 from ..run_folders import CONFIG_FILE
 from ..spec import is_same_connection
 from ..validation import check_choice, did_you_mean, dtype_name, parse_dtype
@@ -46,11 +46,11 @@ def load_published(
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
     given_config = read_json(folder / CONFIG_FILE)
-    weights = FolderWeights(folder)
-    layout = _LAYOUTS[_find_layout(given_config, weights, folder)]
+    shapes = read_tensor_shapes(folder)
+    layout = _LAYOUTS[_find_layout(given_config, shapes, folder)]
     try:
         config = complete_config(given_config, layout)
-        _check_anchors(config, weights)
+        _check_anchors(config, shapes)
         model_class, settings = layout.host_config(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
@@ -60,7 +60,6 @@ def load_published(
     rows = layout.tensor_rows(config)
 
     # Names and shapes, from the files' headers and a model without weights.
-    shapes = weights.shapes
     if not config["dense"]:
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(IDLE_TENSORS)}
     with torch.device("meta"):
@@ -72,7 +71,7 @@ def load_published(
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
-    tensors = {name: tensor for name, tensor in weights.read().items() if name in shapes}
+    tensors = {name: tensor for name, tensor in read_tensors(folder).items() if name in shapes}
     if dtype is None:
         dtype = tensors["tok_embeddings.weight"].dtype
     state_dict = convert_tensors(rows, tensors)
@@ -142,7 +141,7 @@ def is_published(folder: Path) -> bool:
     return "n_layer" in config
 
 
-def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> str:
+def _find_layout(config: ConfigDict, shapes: dict[str, tuple[int, ...]], folder: Path) -> str:
     """The layout's name, which config.json says or the names of the weights show."""
     if isinstance(config.get("crosslayer"), str):
         raise ValueError(
@@ -154,19 +153,19 @@ def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> st
         return str(model_type)
     if model_type is not None:
         reason = f"model_type {reprlib.repr(model_type)}{did_you_mean(model_type, _LAYOUTS)}"
-    elif {"dim", "n_layer"} <= config.keys() and "tok_embeddings.weight" in weights.shapes:
+    elif {"dim", "n_layer"} <= config.keys() and "tok_embeddings.weight" in shapes:
         # gpt-fast's names; MUDDPythia's norms have biases
-        return "muddpythia" if "norm.bias" in weights.shapes else "muddformer"
+        return "muddpythia" if "norm.bias" in shapes else "muddformer"
     else:
         reason = "neither a model_type nor gpt-fast's names"
     raise ValueError(f"{folder} is of no known layout ({reason}); known: {', '.join(_LAYOUTS)}")
 
 
-def _check_anchors(config: ConfigDict, weights: FolderWeights) -> None:
+def _check_anchors(config: ConfigDict, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise a ValueError where the sizes in config.json are not those of the weights.
 
     Before anything of the sizes in config.json is built.
     """
     expected = anchor_shapes(config)
-    check_names(expected, expected.keys() & weights.shapes.keys())
-    check_shapes(expected, weights.shapes)
+    check_names(expected, expected.keys() & shapes.keys())
+    check_shapes(expected, shapes)

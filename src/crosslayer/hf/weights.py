@@ -37,53 +37,47 @@ def check_weights(folder: Path, variant: str | None) -> None:
             pass
 
 
-class FolderWeights:
-    """The tensors in a folder. Their shapes are read at once, from the headers of the files.
+def read_tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a folder, by name, from the headers of the files.
 
     Args:
         folder: has one safetensors file, or several with an index.
-
-    Attributes:
-        shapes: the shape of each tensor, by name.
 
     Raises:
         ValueError: there is no safetensors file, one is truncated, the index and the files
             disagree, or a tensor is not of floating point (a quantised checkpoint).
     """
+    shapes: dict[str, tuple[int, ...]] = {}
+    file_of: dict[str, Path] = {}
+    for path in _weight_files(folder):
+        with _open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                if name in file_of:
+                    raise ValueError(f"{path}: {name!r} is in {file_of[name].name}, too")
+                header = file.get_slice(name)
+                dtype = header.get_dtype()
+                if dtype not in _FLOAT_DTYPES:
+                    known = ", ".join(_FLOAT_DTYPES)
+                    raise ValueError(f"{path}: {name!r} is {dtype}, expected one of {known}")
+                file_of[name] = path
+                shapes[name] = tuple(header.get_shape())
+    index = _find_index(folder)
+    if index is not None:
+        indexed = set(read_json(index).get("weight_map", {}))
+        differing = sorted(indexed.symmetric_difference(file_of))
+        if differing:
+            raise ValueError(f"{index} and the files disagree about {differing[0]!r}")
+    return shapes
 
-    def __init__(self, folder: Path):
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files = _weight_files(folder)
-        self._file_of: dict[str, Path] = {}
-        for path in self._files:
-            with _open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    self._add_tensor(name, path, file.get_slice(name))
-        index = _find_index(folder)
-        if index is not None:
-            indexed = set(read_json(index).get("weight_map", {}))
-            differing = sorted(indexed.symmetric_difference(self._file_of))
-            if differing:
-                raise ValueError(f"{index} and the files disagree about {differing[0]!r}")
 
-    def read(self) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU."""
-        tensors: dict[str, Tensor] = {}
-        for path in self._files:
-            with _open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    tensors[name] = file.get_tensor(name)
-        return tensors
-
-    def _add_tensor(self, name: str, path: Path, header: Any) -> None:
-        if name in self._file_of:
-            raise ValueError(f"{path}: {name!r} is in {self._file_of[name].name}, too")
-        dtype = header.get_dtype()
-        if dtype not in _FLOAT_DTYPES:
-            known = ", ".join(_FLOAT_DTYPES)
-            raise ValueError(f"{path}: {name!r} is {dtype}, expected one of {known}")
-        self._file_of[name] = path
-        self.shapes[name] = tuple(header.get_shape())
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors in a folder by name, on the CPU. `read_tensor_shapes` has accepted it."""
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        with _open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                tensors[name] = file.get_tensor(name)
+    return tensors
 
 
 def read_host_dtype(folder: Path, variant: str | None) -> torch.dtype | None:
