@@ -288,14 +288,6 @@ def _qkv_concatenated(config: Any) -> FusedQKV:
     return FusedQKV(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
 
 
-def _nanogpt_qkv(attention: Any) -> FusedQKV:
-    return FusedQKV(1, (attention.n_embd, attention.n_embd, attention.n_embd))
-
-
-def _timm_qkv(attention: Any) -> FusedQKV:
-    return FusedQKV(1, (attention.attn_dim,) * 3)
-
-
 def _litgpt_qkv(attention: Any) -> FusedQKV:
     config = attention.config
     kv_size = config.n_query_groups * config.head_size
@@ -315,8 +307,8 @@ FUSED_PROJECTIONS: dict[str, Callable[[Any], FusedQKV]] = {
     "GPT2Attention.c_attn": lambda attention: _qkv_concatenated(attention.config),
     "Phi3Attention.qkv_proj": lambda attention: _qkv_concatenated(attention.config),
     "GPTNeoXAttention.query_key_value": lambda attention: qkv_per_head(attention.config),
-    "Attention.qkv": _timm_qkv,
-    "CausalSelfAttention.c_attn": _nanogpt_qkv,
+    "Attention.qkv": lambda attention: FusedQKV(1, (attention.attn_dim,) * 3),  # timm
+    "CausalSelfAttention.c_attn": lambda attention: FusedQKV(1, (attention.n_embd,) * 3),  # nanoGPT
     "CausalSelfAttention.qkv": _litgpt_qkv,
     "FusedQKVLinear.wqkv": _torchtitan_qkv,
 }
