@@ -231,11 +231,8 @@ def _connection_spec(config: ConfigDict) -> ConnectionSpec:
 
 def mlp_widths(config: ConfigDict) -> list[int]:
     """F_l, the hidden width of each block's MLP."""
-    return [_mlp_width(config, l) for l in range(config["n_layer"])]
-
-
-def _mlp_width(config: ConfigDict, l: int) -> int:
-    return round(config["intermediate_size"] * (l / (config["n_layer"] - 1) + 0.5) / 128) * 128
+    F, L = config["intermediate_size"], config["n_layer"]
+    return [round(F * (l / (L - 1) + 0.5) / 128) * 128 for l in range(L)]
 
 
 def anchor_shapes(config: ConfigDict) -> dict[str, tuple[int, ...]]:
@@ -243,7 +240,7 @@ def anchor_shapes(config: ConfigDict) -> dict[str, tuple[int, ...]]:
     last = config["n_layer"] - 1
     return {
         "tok_embeddings.weight": (config["vocab_size"], config["dim"]),
-        f"layers.{last}.feed_forward.w1.weight": (_mlp_width(config, last), config["dim"]),
+        f"layers.{last}.feed_forward.w1.weight": (mlp_widths(config)[last], config["dim"]),
     }
 
 
