@@ -129,7 +129,7 @@ def build_calls(
     run: Callable[..., Any]
     if isinstance(variant, Peer):
         rows, weights = variant.change_layout(rows, weights)
-        run = functools.partial(variant.run, import_peer(variant))
+        run = functools.partial(variant.run, import_peer(variant.package, variant.module))
     elif variant == "kernel":
         if settings.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise NotMeasured("kernels run on a GPU")

@@ -92,16 +92,16 @@ PEERS = (
 )
 
 
-def import_peer(peer: Peer) -> Any:
-    """The peer's module.
+def import_peer(package: str, module: str) -> Any:
+    """A module of another package, whose name on PyPI is `package`.
 
     Raises:
         NotMeasured: it is not installed.
     """
     try:
-        return importlib.import_module(peer.module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise NotMeasured(f"not installed: {peer.package}, for want of {error.name}") from None
+        raise NotMeasured(f"not installed: {package}, for want of {error.name}") from None
 
 
 class HyperConnections(nn.Module):
@@ -109,16 +109,9 @@ class HyperConnections(nn.Module):
 
     def __init__(self, dim: int, depth: int, sublayer: Callable[..., Tensor], streams: int = 4):
         super().__init__()
-        try:
-            from hyper_connections import HyperConnections as PeerConnections
-        except ModuleNotFoundError as error:
-            raise NotMeasured(
-                f"not installed: hyper-connections, for want of {error.name}"
-            ) from None
-        self.expand, self.reduce = PeerConnections.get_expand_reduce_stream_functions(streams)
-        self.sites = nn.ModuleList(
-            PeerConnections(streams, dim=dim, layer_index=k) for k in range(depth)
-        )
+        peer = import_peer("hyper-connections", "hyper_connections").HyperConnections
+        self.expand, self.reduce = peer.get_expand_reduce_stream_functions(streams)
+        self.sites = nn.ModuleList(peer(streams, dim=dim, layer_index=k) for k in range(depth))
         self.sublayer = sublayer
 
     def forward(self, x: Tensor) -> Tensor:
