@@ -31,7 +31,7 @@ def describe_conditions(device: torch.device, command: str) -> Row:
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "triton": _package_version("triton"),
+        "triton": _triton_version(),
         "crosslayer": __version__,
         "commit": _git_commit(),
         "kernels": "yes" if device.type in dispatch.kernel_devices else "no",
@@ -84,9 +84,9 @@ def _format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _package_version(package: str) -> str:
+def _triton_version() -> str:
     try:
-        return version(package)
+        return version("triton")
     except PackageNotFoundError:
         return "none"
 

@@ -180,7 +180,7 @@ def describe_error(error: Exception) -> str:
     return words if len(words) <= 160 else words[:157] + "..."
 
 
-def copy_bandwidth(device: torch.device, size: int | None = None, rounds: int = 9) -> float:
+def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     """Bytes per second, read and written, of a copy of `size` bytes, by default a large one."""
     if size is None:
         size = 2**30 if device.type == "cuda" else 2**26
@@ -191,7 +191,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, rounds: int = 
         return {"copy": lambda: target.copy_(source)}
 
     timer = Timer(device, hide_launches=True)
-    ms = time_interleaved({"copy": build}, timer, rounds, seconds=5)["copy"].median_ms("copy")
+    ms = time_interleaved({"copy": build}, timer, rounds=9, seconds=5)["copy"].median_ms("copy")
     if ms is None:
         raise RuntimeError("a copy could not be measured")
     return 2 * size / (1e-3 * ms)
