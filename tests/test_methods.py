@@ -379,6 +379,14 @@ class WithUnknownAnnotation(PreNorm):
             TypeError,
             "cannot shard a parameter without a dimension",
         ),
+        *(
+            (
+                built_with(lambda self, limits=limits: setattr(self, "gate_limits", limits)),
+                TypeError,
+                r"gate_limits must be None or two numbers, the smaller one first, got",
+            )
+            for limits in ([0, 1], (1.0,), (1.0, 0.0), ("a", "b"))
+        ),
         (
             built_with(lambda self: setattr(self, "norms", nn.ModuleList())),
             TypeError,

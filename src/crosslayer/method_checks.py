@@ -29,7 +29,6 @@ _ATTRIBUTE_TYPES: dict[str, Any] = {
     "ports": tuple,
     "fractions": int,
     "weighs_channels": bool,
-    "gate_limits": tuple | NoneType,
     "options": dict,
     "output_scale": int | float,
     "stream_dtype": torch.dtype | NoneType,
@@ -288,6 +287,17 @@ def _check_names(connection: Any, base: type) -> None:
     for key, types in _ATTRIBUTE_TYPES.items():
         if not isinstance(getattr(connection, key), types):
             raise TypeError(_taken_name(name, key))
+    limits = connection.gate_limits
+    if limits is not None and not _is_interval(limits):
+        raise TypeError(
+            f"{name}: gate_limits must be None or two numbers, the smaller one first, "
+            f"got {limits!r}"
+        )
+
+
+def _is_interval(limits: Any) -> bool:
+    is_pair = isinstance(limits, tuple) and len(limits) == 2
+    return is_pair and all(isinstance(end, int | float) for end in limits) and limits[0] < limits[1]
 
 
 def _check_tensors(connection: Any) -> None:

@@ -111,9 +111,8 @@ def find_method(name: str) -> type[Connection[Any]]:
     try:
         register_connection(name, method)
     except TypeError as error:
-        raise ValueError(
-            f"the connection {name!r}, {entry_point.value}: {error}; an entry point is MODULE:CLASS"
-        ) from None
+        hint = "" if isinstance(method, type) else "; an entry point is MODULE:CLASS"
+        raise ValueError(f"the connection {name!r}, {entry_point.value}: {error}{hint}") from None
     return _registered[name]
 
 

@@ -585,6 +585,20 @@ def test_no_batch_is_an_error():
         unfold_connections(backbone("prenorm"), [])
 
 
+def test_connections_that_are_not_called_are_an_error():
+    """Hooks see no call of `read`."""
+
+    class Direct(crosslayer.Stack):
+        def forward(self, x):
+            return self.connections[-1].read(self.connections[0].init(x))[0][0]
+
+    model = Direct("prenorm", [nn.Identity()] * 2, 4)
+    batch = {"x": torch.randn(1, 3, 4)}
+    for analyse in (unfold_connections, measure_scales, summarise_mixing):
+        with pytest.raises(ValueError, match=r"a model that calls its connections as modules"):
+            analyse(model, [batch])
+
+
 def test_a_batch_without_names_is_an_error():
     with pytest.raises(TypeError, match=r"of the model.s arguments by name, .* got a Tensor"):
         measure_scales(connect(GPT(), "mudd"), [torch.zeros(2, 5, dtype=torch.long)])

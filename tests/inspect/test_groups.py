@@ -570,15 +570,16 @@ def test_two_sizes_of_one_connection_are_named_apart(tmp_path, monkeypatch):
 
 
 def test_gates_of_seeds_are_averaged_over_the_same_bins():
-    """Seed 1 has gates from 0 to 2, seed 2 from 1 to 4, evenly spread."""
+    """Seed 1 has gates from 0 to 2, seed 2 from 1 to 4, evenly spread; beyond a limit too."""
     gates = []
     for low, high in ((0.0, 2.0), (1.0, 4.0)):
         recorder = GateRecorder()
-        record = recorder._records.setdefault("1.attn", _GateRecord("beta", "0.mlp", None, 1))
+        record = recorder._records.setdefault("1.attn", _GateRecord("beta", "0.mlp", (0.0, 1.0), 1))
         record.add(torch.linspace(low, high, 6001)[:, None])
         gates.append(recorder.result()["1.attn"])
     mean = combine_values(gates, seed_mean)
     assert (mean.edges[0].item(), mean.edges[-1].item()) == (0.0, 4.0)
+    assert mean.limits == (0, 1)
     below = mean.counts[mean.edges[1:] <= 1.001].sum() / mean.counts.sum()
     assert below.item() == pytest.approx(0.25, abs=0.005)
     assert mean.counts.sum().item() == pytest.approx(6001)

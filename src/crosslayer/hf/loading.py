@@ -203,8 +203,9 @@ def find_folder(
 def _check_no_adapter(folder: Path) -> None:
     if (folder / _ADAPTER_FILE).is_file():
         raise ValueError(
-            f"{folder} holds an adapter of PEFT ({_ADAPTER_FILE}); load it with "
-            "peft.AutoPeftModelForCausalLM, or merge it into its model and save that"
+            f"{folder} holds an adapter of PEFT ({_ADAPTER_FILE}); connect its model as in "
+            "training and load it with peft.PeftModel.from_pretrained, or merge it into its model "
+            "and save that"
         )
 
 

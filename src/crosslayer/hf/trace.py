@@ -138,9 +138,9 @@ def _same_run(
     """
     try:
         other = run()
+        is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, replaced)
     except ValueError:
         return None
-    is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, replaced)
     return other if is_same else None
 
 

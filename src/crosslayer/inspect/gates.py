@@ -36,8 +36,8 @@ class GateStatistics:
         quartiles: minimum, 25, 50, 75 % and maximum, [5].
         whiskers: the smallest and the largest value within 1.5 interquartile ranges of the box, as
             in Tukey's box plots. Values beyond are outliers.
-        edges: of the bins, the same for all gates of a model: from one limit to the other where
-            there are limits, else from the smallest value to the largest. [`GATE_BINS` + 1]
+        edges: of the bins, the same for all gates of a model: from the smallest value or limit to
+            the largest. [`GATE_BINS` + 1]
         counts: of sampled values in each bin.
     """
 
@@ -129,8 +129,12 @@ class GateRecorder:
         if not self._records:
             return {}
         records = self._records.values()
-        low = min(record.limits[0] if record.limits else record.minimum for record in records)
-        high = max(record.limits[1] if record.limits else record.maximum for record in records)
+        ends = [
+            end
+            for record in records
+            for end in (record.minimum, record.maximum, *(record.limits or ()))
+        ]
+        low, high = min(ends), max(ends)
         if low == high:  # bins need an interval that is not empty
             low = low - 0.5
             high = high + 0.5

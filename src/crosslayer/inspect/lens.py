@@ -137,7 +137,7 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
                 run_headless_model(model, arguments)
             if is_first:
                 analysis.check_readout(model, batch)
-    check_observed(bool(analysis.losses))
+    check_observed(len(analysis.losses))
     labels = list(analysis.losses)
     return SiteLosses(labels, [analysis.losses[label].mean.item() for label in labels])
 

@@ -159,10 +159,11 @@ def observe_model(
 
     Raises:
         TypeError: a batch is no mapping.
-        ValueError: `connect` does not recognise the model, a state is not finite, or the batches
-            have no token.
+        ValueError: `connect` does not recognise the model, a state is not finite, the batches have
+            no token, or the model does not call its connections as modules.
     """
-    has_tokens = False
+    counter = _VisitCounter()
+    analyses = [counter, *analyses]
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
@@ -177,8 +178,7 @@ def observe_model(
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
                 run_headless_model(model, arguments)
-            has_tokens = True
-    check_observed(has_tokens)
+    check_observed(counter.visits)
 
 
 def model_arguments(batch: ModelInputs, device: torch.device) -> dict[str, Tensor]:
@@ -285,10 +285,23 @@ def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInp
     return SiteVisit(connection, state, samples, answers)
 
 
-def check_observed(has_tokens: bool) -> None:
-    """Raise a ValueError where batches had no token to look at."""
-    if not has_tokens:
-        raise ValueError("nothing was observed: give at least one batch of at least one token")
+class _VisitCounter:
+    """Counts the sites that the analyses are shown."""
+
+    def __init__(self) -> None:
+        self.visits = 0
+
+    def visit_site(self, visit: SiteVisit) -> None:
+        self.visits += 1
+
+
+def check_observed(visits: int) -> None:
+    """Raise a ValueError where no site was visited."""
+    if visits == 0:
+        raise ValueError(
+            "nothing was observed: give at least one batch of at least one token, and a model that "
+            "calls its connections as modules"
+        )
 
 
 def site_label(connection: Connection[Any]) -> str:

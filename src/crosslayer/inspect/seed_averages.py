@@ -151,6 +151,8 @@ def _combine_fields(values: Sequence[Any], combine: Combine) -> Any:
         field.name: combine_values([getattr(value, field.name) for value in values], combine)
         for field in dataclasses.fields(first)
     }
+    if isinstance(first, GateStatistics):
+        combined["limits"] = first.limits  # which do not vary
     return dataclasses.replace(first, **combined)
 
 

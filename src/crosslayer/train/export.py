@@ -28,7 +28,8 @@ def export_trained(trainer: Trainer, folder: Path) -> None:
 
     Args:
         trainer: of a model of transformers. A pretrained model with its own tokenizer keeps the
-            ends of a text that it has. Any other takes the tokenizer's separator for its end.
+            ends of a text that it has. Any other takes the separator of the examples' tokenizer, if
+            they have one.
         folder: a new one, or one with a model, which is replaced.
 
     Raises:

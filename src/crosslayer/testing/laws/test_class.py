@@ -8,7 +8,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import crosslayer
-from crosslayer.testing.tiny_model import DEFAULT_SPECS, tiny_gpt, token_ids
+from crosslayer.testing.tiny_model import (
+    DEFAULT_SPECS,
+    TESTED_VARIANTS,
+    perturb_weights,
+    tiny_gpt,
+    token_ids,
+)
 
 from .shared import is_own, sublayer_output
 
@@ -62,6 +68,23 @@ def test_the_gate_field_is_declared(name):
         f"the state has coefficients {coefficients}: gate_field must name the one that weights the "
         "pending write, or else the stream that it joins, so that diagnostics log it"
     )
+
+
+@pytest.mark.parametrize("name", [*DEFAULT_SPECS, *TESTED_VARIANTS])
+def test_gates_lie_within_their_limits(name):
+    """Diagnostics call a gate saturated that stays near one of the `gate_limits`."""
+    make = crosslayer.make(name)
+    sites = [make(site, 6, lambda port: nn.Identity()) for site in crosslayer.plan(3)]
+    for site in sites:
+        perturb_weights(site, 3.0)
+    state = sites[0].init(torch.randn(2, 3, 6))
+    for k, site in enumerate(sites):
+        inputs, state = site.read(state)
+        gate = getattr(state, site.gate_field, None)
+        if gate is not None and site.gate_limits is not None:
+            low, high = site.gate_limits
+            assert gate.min() >= low - 1e-6 and gate.max() <= high + 1e-6
+        state = site.write(state, sublayer_output(k, inputs))
 
 
 def test_a_new_file_is_a_new_method(tmp_path, monkeypatch):
