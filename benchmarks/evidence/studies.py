@@ -43,7 +43,7 @@ SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest, and whose
 # study it is by the names of the validation sets.
 LOCAL_OPTIONS = ("data", "valid")
-# Of a part, that hold for each of its studies.
+# Of a part, for each of its studies that has no other value.
 PLAN_KEYS = ("arms", "seeds", "search_rates", "speeds", "paired", "in_overview")
 # When losses are taken: at the end, after an eighth of the steps, or when the fastest arm ends.
 Measure = Literal["end", "an eighth of the steps", "equal time"]
@@ -150,7 +150,8 @@ def read_plans() -> dict[str, Plan]:
         of_part = {key: row[key] for key in PLAN_KEYS if key in row}
         for name, options in row["studies"].items():
             if options is not None:  # it is described in this part
-                plans[name] = Plan(name, row["part"], options, **of_part)
+                of_plan = of_part | {key: options.pop(key) for key in PLAN_KEYS if key in options}
+                plans[name] = Plan(name, row["part"], options, **of_plan)
     return plans
 
 
