@@ -510,7 +510,7 @@ def test_a_folder_of_a_vision_model(images, tmp_path, capsys):
     sections = ["--sections", "classes,cosines", "--sequences", "6"]
     assert main([*arguments, *sections, "--data", str(images)]) == 0
     content = json.loads((out / "inspection.json").read_text())
-    assert content["setup"] == f"{images}: 6 images, 2 classes."
+    assert content["setup"] == f"{images}. hyper, plain: 6 images, 2 classes."
     assert (out / "figures" / "classes.png").stat().st_size > 5_000
     assert main([*arguments[:-1], str(out / "2"), "--data", str(tmp_path / "plain")]) == 1
     assert "has no class subfolders with images" in capsys.readouterr().err

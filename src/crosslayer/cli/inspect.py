@@ -242,11 +242,8 @@ def _inspect_models(
             console.print(
                 "No two models have the same configuration and step: there is no mean over seeds."
             )
-    if len(seen) > 1:
-        shown = "; ".join(f"{', '.join(names)}: {subject}" for subject, names in seen.items())
-    else:
-        shown = "".join(seen)
-    return inspections, f"{options.data}: {shown}."
+    shown = [f"{', '.join(names)}: {subject}" for subject, names in seen.items()]
+    return inspections, f"{options.data}. {'; '.join(shown)}."
 
 
 def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject":

@@ -231,7 +231,8 @@ def _connection_spec(config: ConfigDict) -> ConnectionSpec:
 
 def mlp_widths(config: ConfigDict) -> list[int]:
     """F_l, the hidden width of each block's MLP."""
-    F, L = config["intermediate_size"], config["n_layer"]
+    F = config["intermediate_size"]
+    L = config["n_layer"]
     return [round(F * (l / (L - 1) + 0.5) / 128) * 128 for l in range(L)]
 
 

@@ -96,7 +96,10 @@ def _removal_analysis(
         parts = len(removals(subject.model))
         return 1 + parts if parts else 0
 
-    return SingleAnalysis(lambda s: ablate(s.model, s.batches), count_passes, scores=True)
+    def run(subject: InspectionSubject) -> Any:
+        return ablate(subject.model, subject.batches)
+
+    return SingleAnalysis(run, count_passes, scores=True)
 
 
 def _measure_attention(subject: InspectionSubject) -> HeadActivations:

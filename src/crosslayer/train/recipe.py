@@ -277,7 +277,7 @@ def _tiny_options(stated: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
 
 
 def _scale_config_value(key: str, value: Any, width_ratio: float, heads_ratio: float) -> Any:
-    """A value of `model_config` for a narrower model. What is no number stays as it is."""
+    """Scale a width or a number of heads in `model_config`; return any other value unchanged."""
     if not isinstance(value, int | float):
         return value
     if key.endswith(("intermediate_size", "n_inner")) and value:
