@@ -11,7 +11,7 @@ from pathlib import Path
 from crosslayer.files import short_digest
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import read_comparison_results
-from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
+from crosslayer.train.report import markdown_report, plot_differences, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results.json"
@@ -52,7 +52,7 @@ def main(file: Path) -> None:
     comparison = read_comparison(file)
     results = file.read_text("utf8")
     RESULTS.write_text(results, "utf8")
-    figure = render_svg(comparison, plot_curves, plot_tradeoff)
+    figure = render_svg(comparison, plot_differences, plot_tradeoff)
     FIGURE.write_text(figure + data_mark(results), "utf8")
     text = replace_table(PAGE.read_text("utf8"), results_table(comparison))
     PAGE.write_text(text, "utf8")

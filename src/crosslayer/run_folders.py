@@ -6,7 +6,7 @@ RUN/result.json, RUN/model/         of `train`, once the run has ended
 RUN/step-00000100/                  a checkpoint
 RUN/models/step-000100/             a model that was kept
 COMPARISON/results.json             all results so far
-COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result and model
+COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result.json and model/
 FOLDER/evaluation.json              what `eval --out FOLDER` measured; FOLDER may lie in a run's
 """
 
@@ -54,6 +54,16 @@ def is_comparison_folder(folder: Path) -> bool:
     """Whether a folder is that of a comparison."""
     has_runs = (folder / COMPARISON_RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
     return has_runs and not is_model_folder(folder)
+
+
+def last_saved_model(run: Path) -> Path | None:
+    """The folder of the model that a run ended with, or else of the last one that it kept."""
+    trained = run / TRAINED_MODEL_FOLDER
+    if trained.is_dir():
+        return trained
+    kept = {step_of_name(folder.name): folder for folder in (run / KEPT_MODELS_FOLDER).glob("*")}
+    steps = [step for step, folder in kept.items() if step is not None and is_model_folder(folder)]
+    return kept[max(steps)] if steps else None
 
 
 def checkpoint_name(step: int) -> str:

@@ -38,6 +38,7 @@ from crosslayer.inspect import (
 from crosslayer.inspect.ablation import ablate_sublayers
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
+from crosslayer.inspect.scales import _collapsed_groups
 from crosslayer.inspect.similarity import _linear_cka
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULT_SPECS, equal_tensors, perturb_weights
@@ -535,7 +536,14 @@ def test_equal_streams_have_collapsed():
     for site in sites:
         assert site.stream_cosine[0, 1] == pytest.approx(1)
     alarms = find_alarms(sites, summarise_mixing(model, EMBEDDING))
-    assert [alarm for alarm in alarms if "collapsed streams: 0 and 1" in alarm]
+    assert alarms == ["collapsed streams: 0, 1, mean cosines from 1.0000"]
+
+
+def test_streams_that_have_collapsed_together_are_one_alarm():
+    cosine = torch.eye(6)
+    for a, b, value in ((0, 2, 0.9995), (2, 5, 0.9996), (0, 5, 0.9985), (1, 4, 0.9999)):
+        cosine[a, b] = cosine[b, a] = value
+    assert _collapsed_groups(cosine) == [[0, 2, 5], [1, 4]]
 
 
 def test_planted_sizes_and_alarms():

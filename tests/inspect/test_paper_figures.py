@@ -216,6 +216,16 @@ def test_distances_are_drawn_as_in_the_paper():
     assert not picture.images[-1].get_array().mask[1, 0], "a distance of zero is no gap"
 
 
+@pytest.mark.parametrize(("smallest", "shown"), [(0.0, (0.0, 2.0)), (-0.5, (-2.0, 2.0))])
+def test_a_colour_bar_has_the_colours_of_the_weights(smallest, shown):
+    """White is zero with and without negative weights, so that pictures can be compared."""
+    picture = axes()
+    draw_matrix(picture, torch.tensor([[smallest, 1.0]]), ["row"], ["a", "b"], limit=2.0)
+    assert picture.images[0].get_clim() == (-2.0, 2.0)
+    _, bar = picture.figure.axes
+    assert bar.get_ylim() == shown
+
+
 def test_a_planted_massive_activation_stays_in_the_stream():
     model = OwnModel("prenorm")
     with torch.no_grad():

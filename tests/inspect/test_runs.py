@@ -20,7 +20,7 @@ from crosslayer.inspect.run_groups import (
     split_by_data,
     split_by_series,
 )
-from crosslayer.inspect.runs import TrainingRun, read_runs
+from crosslayer.inspect.runs import TrainingRun, find_compared_models, read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training import TrainingCurve, loss_at_cost
 from crosslayer.inspect.training_summary import (
@@ -39,6 +39,8 @@ from crosslayer.run_folders import (
     RUNS_FOLDER,
     is_comparison_folder,
     is_run_folder,
+    last_saved_model,
+    run_folder_name,
 )
 from tests.inspect.planted_runs import (
     SETTINGS,
@@ -567,6 +569,24 @@ def test_the_command_draws_training_without_a_model(comparison, tmp_path, capsys
     assert "<h1>Training of Transformer and DHC×4</h1>" in page
     assert "<td>1.80</td>" in page
     assert "<td>100 seconds</td><td>1,000</td>" in page
+
+
+def test_a_comparison_s_models_are_the_last_that_each_run_kept(comparison, tmp_path):
+    shutil.copytree(comparison, tmp_path / "copy")
+    names = [f"{arm}, seed {seed}" for arm in ("Transformer", "DHC×4") for seed in range(3)]
+    assert find_compared_models(tmp_path / "copy") == dict.fromkeys(names)
+    run = tmp_path / "copy" / "runs" / run_folder_name("DHC×4", 1)
+    for step in ("step-000900", "step-001000", "step-10000"):
+        (run / "models" / step).mkdir(parents=True)
+    (run / "models" / "notes.txt").touch()
+    for step in ("step-000900", "step-001000"):  # the third one was not saved to its end
+        (run / "models" / step / "config.json").touch()
+    kept = run / "models" / "step-001000"
+    assert find_compared_models(tmp_path / "copy") == dict.fromkeys(names) | {"DHC×4, seed 1": kept}
+    (run / "model").mkdir()
+    assert last_saved_model(run) == run / "model"
+    one = write_comparison(tmp_path / "one", {"mudd": {"connection": "mudd"}})
+    assert find_compared_models(one) == {"mudd": None}
 
 
 def test_no_view_has_the_name_of_a_section():

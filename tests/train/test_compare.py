@@ -29,9 +29,13 @@ from crosslayer.train.comparison_results import DivergedRun, describe_environmen
 from crosslayer.train.method_code import code_digest
 from crosslayer.train.optimizers import build_optimizers, lr_schedule, warmup_steps
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
-from crosslayer.train.report import plot_curves, plot_tradeoff
+from crosslayer.train.report import plot_curves, plot_differences, plot_tradeoff
 from crosslayer.train.report_notes import report_notes, run_notes
-from crosslayer.train.results_table import find_baseline_arms, result_table
+from crosslayer.train.results_table import (
+    differences_by_step,
+    find_baseline_arms,
+    result_table,
+)
 from crosslayer.train.run import train_arm
 from crosslayer.train.settings import OptimizationSettings, Settings
 from crosslayer.train.task import LANGUAGE_TASK, build_model
@@ -99,7 +103,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     markdown, page = (out / "report.md").read_text(), (out / "report.html").read_text()
     for arm in ("prenorm", "mudd", "hyper", "attnres"):
         assert arm in printed and arm in markdown and arm in page
-    assert "±" in markdown and page.count("<svg") == 2
+    assert "±" in markdown and page.count("<svg") == 3
     assert not re.search(r"""(src|href)=["'](?!#)""", page), "the page stands alone"
     assert "vs prenorm" in printed and "1.00×" in printed
     for text in (" ".join(printed.split()), markdown, page):
@@ -782,6 +786,39 @@ def test_an_arm_that_cannot_be_trained_is_named_before_any_is_trained(tiny, tmp_
     with pytest.raises(ValueError, match=r"the arm 'long': .*fewer than the 1000000 \+ 1"):
         prepare_comparison(recipe(tiny, "prenorm", long), 1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_differences_during_training_are_paired(tiny, tmp_path):
+    """By seed and by step, where all runs of both arms have been evaluated."""
+    comparison = prepare_comparison(recipe(tiny, "prenorm", "mudd"), 3, tmp_path / "out")
+    plain, mudd = comparison.arms
+    curves = [
+        (plain, 0, [[8, 3.0], [16, 2.0], [24, 1.9]]),
+        (plain, 1, [[8, 5.0], [16, 4.0], [20, 3.5], [24, 3.0]]),
+        (mudd, 0, [[8, 2.0], [16, 1.9], [20, 1.7], [24, 1.6]]),
+        (mudd, 1, [[8, 5.0], [16, 3.7], [20, 3.3], [24, 2.9]]),
+        (mudd, 2, [[8, 9.0]]),  # pre-norm has no such seed
+    ]
+    comparison.results.runs = [
+        replace(run_with_loss(arm, seed, curve[-1][1]), curve=curve) for arm, seed, curve in curves
+    ]
+    found = differences_by_step(comparison, mudd, plain)
+    assert {step: round(of_step.mean, 6) for step, of_step in found.items()} == {
+        8: -0.5,
+        16: -0.2,
+        24: -0.2,
+    }
+    assert found[24] == result_table(comparison)[1].difference
+    assert differences_by_step(comparison, plain, plain) == {}
+    assert differences_by_step(comparison, mudd, None) == {}
+
+    axes = Figure().subplots()
+    plot_differences(axes, comparison)
+    zero, line = axes.lines
+    assert list(zero.get_ydata()) == [0.0, 0.0]
+    assert list(line.get_ydata()) == pytest.approx([-0.5, -0.2, -0.2])
+    low, high = axes.get_ylim()
+    assert low < min(of_step.low for of_step in found.values()) and high > 0.0
 
 
 def test_many_arms_can_be_told_apart_in_the_figures(tiny, tmp_path):

@@ -11,7 +11,7 @@ from crosslayer.train.compare import prepare_comparison, run_comparison
 from crosslayer.train.comparison_results import DivergedRun
 from crosslayer.train.rate_search import next_factor
 from crosslayer.train.recipe import Arm, Recipe
-from crosslayer.train.report import markdown_report, plot_rates
+from crosslayer.train.report import markdown_report, plot_differences, plot_rates
 from crosslayer.train.report_notes import scope_notes
 from crosslayer.train.results_table import result_table
 from tests.train.runs import run_with_loss
@@ -80,6 +80,11 @@ def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     marks = [line.get_xydata()[0] for line in axes.get_lines() if len(line.get_xdata()) == 1]
     assert marks[1] == pytest.approx([4e-3, 3.01]), "seed 1, which only the chosen rate has"
     assert axes.get_ylim()[0] < 3.0 and 3.1 < axes.get_ylim()[1] < 3.4
+
+    axes = Figure().subplots()
+    plot_differences(axes, comparison)
+    drawn = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert drawn == ["mudd at 4 × lr", "hyper at 0.125 × lr"], "and not pre-norm itself"
 
 
 def test_a_search_resumes(text_file, tmp_path, monkeypatch):

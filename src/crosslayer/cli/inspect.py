@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import check_new_file, lock_folder
-from ..run_folders import TRAINED_MODEL_FOLDER, is_comparison_folder, is_run_folder
+from ..run_folders import (
+    TRAINED_MODEL_FOLDER,
+    is_comparison_folder,
+    is_run_folder,
+    last_saved_model,
+)
 from ..validation import check_positive, did_you_mean
 from .console import InspectionBar, make_console, silence_libraries
 from .options import add_model_options, choose_device, make_parser, parse_model_dtype
@@ -100,14 +105,14 @@ def run(options: Any) -> int:
     choice = _choose_sections(options.sections)
     sections, views = choice.sections, choice.views
     sources = list(dict.fromkeys(str(Path(source)) for source in options.models))  # m/ is m
-    models, runs = _find_sources(sources)
+    models, runs, without_model = _find_sources(sources)
     _check_sources(options, choice, models, runs)
     console = make_console()
     start = time.perf_counter()
     training = _read_training(runs, views, options.running_mean) if runs and views else None
     inspections: list[ModelInspection] = []
     setup = ""
-    if sections and len(models) < len(sources):
+    if sections and without_model:
         console.print("Runs without a saved model appear only in the views of training.")
     with lock_folder(folder):
         check_new_file(folder / REPORT_FILE)  # another process may have finished meanwhile
@@ -154,22 +159,44 @@ def _print_remarks(
             console.print(f"{name} is not drawn; it needs {needs}")
 
 
-def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
-    """Models by the name for the reader, and the folders of runs and comparisons.
+class _Sources(NamedTuple):
+    """What the command was given.
 
-    The model of a run's folder is in it, once the run has ended.
+    Attributes:
+        models: their folders or names of the Hub, by the name for the reader.
+        runs: the folders of runs and comparisons, whose models are among `models`.
+        without_model: the runs of these that have no saved model.
     """
-    models = {}
-    runs = []
-    for source, name in zip(sources, _short_names(sources), strict=True):
+
+    models: dict[str, str]
+    runs: list[Path]
+    without_model: list[str]
+
+
+def _find_sources(given: list[str]) -> _Sources:
+    """The models and the folders of runs among what the command was given.
+
+    The models of runs are their last ones.
+    """
+    from ..inspect.runs import find_compared_models
+
+    sources = _Sources({}, [], [])
+    for source, name in zip(given, _short_names(given), strict=True):
         folder = Path(source)
-        if not (is_run_folder(folder) or is_comparison_folder(folder)):
-            models[name] = source
+        found: dict[str, Path | None]
+        if is_run_folder(folder):
+            found = {name: last_saved_model(folder)}
+        elif is_comparison_folder(folder):
+            found = find_compared_models(folder)
+            if len(given) > 1:
+                found = {f"{name}/{arm}": model for arm, model in found.items()}
+        else:
+            sources.models[name] = source
             continue
-        runs.append(folder)
-        if (folder / TRAINED_MODEL_FOLDER).is_dir():
-            models[name] = str(folder / TRAINED_MODEL_FOLDER)
-    return models, runs
+        sources.runs.append(folder)
+        sources.models.update({run: str(model) for run, model in found.items() if model})
+        sources.without_model.extend(run for run, model in found.items() if not model)
+    return sources
 
 
 def _check_sources(
@@ -187,8 +214,8 @@ def _check_sources(
         parse_model_dtype(options.dtype)
     if not models and (choice.names_each or not views) and sections:
         raise ValueError(
-            f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
-            f"compare keeps none); --sections {_TRAINING} draws the views of training"
+            f"{', '.join(options.models)}: no model, which {sections[0].name} needs (compare "
+            f"keeps one with --keep-models 1); --sections {_TRAINING} draws the views of training"
         )
     if not runs and choice.names_each and views:
         raise ValueError(

@@ -71,7 +71,9 @@ def draw_matrix(
     below = (values < low).any()
     clipped = {(True, True): "both", (True, False): "max", (False, True): "min"}
     extend = clipped.get((bool(above), bool(below)), "neither")  # arrows: values beyond the colours
-    axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit, extend=extend)
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit, extend=extend)
+    if not (values < 0).any():
+        bar.ax.set_ylim(0.0, limit)  # without the colours that no value has
 
 
 def draw_lines(

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..run_folders import (
     RUNS_FOLDER,
     is_comparison_folder,
     is_run_folder,
+    last_saved_model,
     run_folder_name,
 )
 from ..train.comparison_results import DIGEST_KEY, read_comparison_results
@@ -117,6 +119,20 @@ def read_runs(folder: Path) -> list[TrainingRun]:
             f"{COMPARISON_RESULTS_FILE}"
         )
     return _read_comparison(folder)
+
+
+def find_compared_models(comparison: Path) -> dict[str, Path | None]:
+    """The last saved model of each run of a comparison's folder; None where a run has none.
+
+    By the name of the arm, with the seed where the arm has several runs.
+    """
+    runs = read_runs(comparison)
+    counts = Counter(run.name for run in runs)
+    models = {}
+    for run in runs:
+        name = run.name if counts[run.name] == 1 else f"{run.name}, seed {run.seed}"
+        models[name] = last_saved_model(run.folder)
+    return models
 
 
 def _read_single_run(folder: Path) -> TrainingRun:

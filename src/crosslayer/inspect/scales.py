@@ -221,13 +221,26 @@ def _stream_alarms(sites: list[SiteScales]) -> list[str]:
     changes = [site.stream_change for site in sites if site.stream_change is not None]
     assert len(changes) == len(sites)
     change = torch.stack(changes).mean(0)
-    for a in range(len(cosine)):
-        for b in range(a):
-            if cosine[a, b] > _COLLAPSED_COSINE:
-                alarms.append(f"collapsed streams: {b} and {a}, mean cosine {cosine[a, b]:.4f}")
-        if change[a] < CONSTANT_CHANGE:
-            alarms.append(f"constant stream: {a}, mean change {change[a]:.4f} a site")
+    for group in _collapsed_groups(cosine):
+        smallest = cosine[group][:, group].min()
+        streams = ", ".join(map(str, group))
+        alarms.append(f"collapsed streams: {streams}, mean cosines from {smallest:.4f}")
+    for stream in (change < CONSTANT_CHANGE).nonzero().flatten().tolist():
+        alarms.append(f"constant stream: {stream}, mean change {change[stream]:.4f} a site")
     return alarms
+
+
+def _collapsed_groups(cosine: Tensor) -> list[list[int]]:
+    """Groups of at least two streams, each of which has collapsed with an earlier one of them."""
+    groups: list[list[int]] = []
+    for stream in range(len(cosine)):
+        for group in groups:
+            if cosine[stream, group].max() > _COLLAPSED_COSINE:
+                group.append(stream)
+                break
+        else:
+            groups.append([stream])
+    return [group for group in groups if len(group) > 1]
 
 
 def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:

@@ -7,12 +7,12 @@ from typing import Any
 
 from ..files import write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
-from ..intervals import average_curves
+from ..intervals import MeanCurve, average_curves
 from ..number_texts import NOT_KNOWN, format_interval, format_loss, format_mean_std, markdown_table
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, report_notes
-from .results_table import TableRow, result_table
+from .results_table import TableRow, differences_by_step, find_baseline_arms, result_table
 
 
 def write_comparison_report(comparison: Comparison) -> None:
@@ -83,6 +83,8 @@ def _html_report(comparison: Comparison) -> str:
         ("Validation loss during training", plot_curves),
         ("Loss against throughput", plot_tradeoff),
     ]
+    if any(row.difference for row in result_table(comparison)):
+        figures.insert(1, ("Difference to pre-norm during training", plot_differences))
     if comparison.search_rates:
         figures.append(("Loss of seed 0 at each learning rate; × other seeds", plot_rates))
     charts = "".join(
@@ -96,14 +98,10 @@ def _html_report(comparison: Comparison) -> str:
 
 
 def render_svg(comparison: Comparison, *plots: Callable[[Any, Comparison], None]) -> str:
-    """An SVG of some of the plots below, side by side.
-
-    The loss is on their vertical axes.
-    """
+    """An SVG of some of the plots below, side by side."""
 
     def draw(plot: Callable[[Any, Comparison], None], axes: Any) -> None:
         plot(axes, comparison)
-        axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
         axes.grid(True)
 
     panels = [("", partial(draw, plot)) for plot in plots]
@@ -113,20 +111,55 @@ def render_svg(comparison: Comparison, *plots: Callable[[Any, Comparison], None]
 def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
+    axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
     for number, arm in enumerate(comparison.arms):
         runs = comparison.finished_runs(arm).values()
         if runs:
             curve = average_curves([run.curve for run in runs])
-            look = _arm_look(number)
-            axes.plot(curve.x, curve.mean, **look, label=arm.name, linewidth=1.6, markersize=3)
-            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
-            axes.fill_between(curve.x, curve.low, curve.high, **band)
+            _draw_curve(axes, number, arm.name, curve)
     _add_legend(axes, comparison)
+
+
+def plot_differences(axes: Any, comparison: Comparison) -> None:
+    """Validation loss minus pre-norm's at the same step: the mean over seeds, with its 95 %
+    interval shaded.
+
+    The vertical axis shows all differences after the first quarter of the steps. Earlier ones may
+    be far larger.
+    """
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"validation loss minus pre-norm's ({loss_unit_of(comparison)})")
+    axes.axhline(0.0, color="#666666", linestyle="--", linewidth=1, zorder=0)
+    arms = comparison.arms
+    baselines = find_baseline_arms(comparison.recipe, arms)
+    late = [0.0]
+    for number, arm in enumerate(arms):
+        differences = differences_by_step(comparison, arm, baselines[arm.name])
+        if not differences:
+            continue
+        mean, low, high = (list(values) for values in zip(*differences.values(), strict=True))
+        curve = MeanCurve(list(differences), mean, low, high)
+        _draw_curve(axes, number, arm.name, curve)
+        start = max(differences) / 4
+        late += [end for step, found in differences.items() if step > start for end in found]
+    known = [end for end in late if math.isfinite(end)]  # a single seed has no interval
+    margin = 0.06 * (max(known) - min(known)) or 0.1
+    axes.set_ylim(min(known) - margin, max(known) + margin)
+    _add_legend(axes, comparison)
+
+
+def _draw_curve(axes: Any, number: int, name: str, curve: MeanCurve) -> None:
+    """The line of an arm of this number, with a band between the curve's ends."""
+    look = _arm_look(number)
+    axes.plot(curve.x, curve.mean, **look, label=name, linewidth=1.6, markersize=3)
+    band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+    axes.fill_between(curve.x, curve.low, curve.high, **band)
 
 
 def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     """Final loss against speed: better arms are lower and further right."""
     axes.set_xlabel(f"{comparison.recipe.task.unit} per second")
+    axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
     names = [arm.name for arm in comparison.arms]
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
@@ -185,6 +218,7 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
     axes.set_xticks(sorted(rates), [f"{lr:.2g}" for lr in sorted(rates)])
     axes.minorticks_off()
     axes.set_xlabel("learning rate")
+    axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
     if shown:
         margin = 0.08 * (max(shown) - min(shown)) or 0.1
         axes.set_ylim(min(shown) - margin, max(shown) + margin)

@@ -9,6 +9,7 @@ from ..intervals import Interval, MeanStd, mean_and_std, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA, distance_to_baseline
 from .recipe import Arm, Recipe
+from .run_state import RunResult
 
 
 @dataclass
@@ -90,6 +91,31 @@ def result_table(comparison: Comparison) -> list[TableRow]:
             )
         )
     return rows
+
+
+def differences_by_step(
+    comparison: Comparison, arm: Arm, baseline: Arm | None
+) -> dict[int, Interval]:
+    """An arm's validation loss minus its baseline's, seed by seed, at each step that all of these
+    runs have evaluated.
+
+    Empty without a baseline, and for the baseline itself.
+    """
+    if baseline is None or arm is baseline:
+        return {}
+    runs, references = comparison.finished_runs(arm), comparison.finished_runs(baseline)
+    seeds = sorted(runs.keys() & references.keys())
+    pairs = [(_loss_by_step(runs[seed]), _loss_by_step(references[seed])) for seed in seeds]
+    steps = pairs[0][0] if pairs else {}
+    return {
+        step: mean_interval([losses[step] - reference[step] for losses, reference in pairs])
+        for step in steps
+        if all(step in losses and step in reference for losses, reference in pairs)
+    }
+
+
+def _loss_by_step(run: RunResult) -> dict[int, float]:
+    return {int(step): loss for step, loss in run.curve}
 
 
 def _has_same_batch(recipe: Recipe, arm: Arm, baseline: Arm) -> bool:
