@@ -607,6 +607,21 @@ def test_connections_that_are_not_called_are_an_error():
             analyse(model, [batch])
 
 
+def test_a_learned_prompt_is_refused():
+    """PEFT's module around the model adds it, and the sites are those of the model within."""
+    import peft  # takes seconds
+
+    connected = connect(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), "mudd")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(connected, prompt)
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+    with pytest.raises(
+        ValueError, match=r"PromptTuningConfig: .* not observed; its get_base_model"
+    ):
+        measure_scales(model, [batch])
+    assert measure_scales(model.get_base_model(), [batch])
+
+
 def test_a_batch_without_names_is_an_error():
     with pytest.raises(TypeError, match=r"of the model.s arguments by name, .* got a Tensor"):
         measure_scales(connect(GPT(), "mudd"), [torch.zeros(2, 5, dtype=torch.long)])

@@ -93,6 +93,7 @@ def _connect_layer(
     """
     layer.connections = nn.ModuleList(connections).train(layer.training)
     layer.wiring = layer_wiring
+    layer.opened_paths = sorted(layer_wiring.opened_modules)
     layer.argument_names = argument_names(layer)
     layer.takes_any_keyword = takes_any_keyword(layer)
     swap_class(layer, ConnectedLayer)

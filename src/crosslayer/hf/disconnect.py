@@ -92,7 +92,13 @@ def remove_connections(model: nn.Module) -> None:
     for layer in wiring.find_layers(backbone):
         _merge_qkv_inputs(layer)
         restore_class(layer)
-        for name in ("connections", "wiring", "argument_names", "takes_any_keyword"):
+        for name in (
+            "connections",
+            "wiring",
+            "opened_paths",
+            "argument_names",
+            "takes_any_keyword",
+        ):
             delattr(layer, name)
     if wiring.final is not None:
         final: Any = backbone.get_submodule(wiring.final)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.output_capturing import _active_collector
 
@@ -53,8 +53,8 @@ class TravellingState(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         raise StreamUseError(
             f"its {name!r}",
-            "; if something has replaced the forward of the final norm after connect, as Liger's "
-            "rms_norm does, leave that out (docs/huggingface.md, Liger's kernels)",
+            "; if something has replaced a module or its forward after connect, as Liger's "
+            "rms_norm (docs/huggingface.md) and TransformerLens's bridge do, leave that out",
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -159,13 +159,17 @@ class HiddenStateRecorder:
         self.layers = 0  # that have run
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
         self.last: TravellingState | Tensor  # what the last layer returns
+        self.seen_by_hooks: Any  # the first part of it that hooks on the layer get
 
-    def add_layer(self, before: Tensor | None, after: TravellingState | Tensor) -> None:
+    def add_layer(
+        self, before: Tensor | None, after: TravellingState | Tensor, seen_by_hooks: Any
+    ) -> None:
         """Record the hidden state before a layer, None before the first, and what it returns."""
         self.layers += 1
         if before is not None:
             self.hidden_states.append(before)
         self.last = after
+        self.seen_by_hooks = seen_by_hooks
 
 
 def read_hidden_state(
@@ -219,7 +223,7 @@ def replace_captured(backbone: Any, outputs: Any, recorder: HiddenStateRecorder)
         return
     # The list may be of another part's layers. transformers puts a None for each hidden state whose
     # number the caller did not ask for.
-    is_of_these_layers = recorder.layers > 0 and captured[-1] is tree_leaves(recorder.last)[0]
+    is_of_these_layers = recorder.layers > 0 and captured[-1] is recorder.seen_by_hooks
     if recorder.layers == 0 or captured[-1] is None or is_of_these_layers:
         captured[:] = replace_recorded(backbone, captured, outputs, recorder)
 
@@ -267,4 +271,6 @@ def _take_from_recorder(
             # after the last layer, where the host does not return the readout here
             final = backbone.get_submodule(backbone.wiring.final)
             hidden_states[i] = final(recorder.last, verb="hidden_state")
+        else:
+            hidden_states[i] = recorder.last
     return tuple(hidden_states)

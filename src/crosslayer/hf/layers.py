@@ -6,6 +6,7 @@ Attentions are swapped in `qkv`, norms in `host_norms`, and what some families d
 `host_quirks`. Between layers the connection's state travels as the host's `hidden_states`.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -44,72 +45,104 @@ from .hidden_states import (
 from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .qkv import QKVInputs
 
+_NO_HIDDEN_STATE = (
+    "a hook on a connected layer gets the state of its connection and no hidden state; "
+    "docs/your-model.md, Hooks, says what to hook instead"
+)
 _RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
 
 
-class _OpaqueTree:
-    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart.
+class StateStructure:
+    """The structure of a state whose tensors travel flat, and what a layer returns besides.
 
-    With it travels what a layer returns besides its stream.
+    It comes before these tensors, where a hook on a layer looks for the hidden state, and refuses
+    what one does with that. FSDP would take a bare `TreeSpec` apart.
     """
 
     def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
         self.spec = spec
         self.extras = extras
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_NO_HIDDEN_STATE} (asked for {name!r})")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise TypeError(f"{_NO_HIDDEN_STATE} (called {getattr(function, '__name__', function)})")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(_NO_HIDDEN_STATE)
+
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _refuse
+
 
 class ConnectedLayer:
     """A layer whose `hidden_states` carry the connection's state.
 
     The tensors of the state travel flat through `forward`, because reentrant checkpointing gives no
-    gradient to nested ones. A hook on a layer therefore receives these tensors, not a hidden state;
-    use `output_hidden_states`.
+    gradient to nested ones. A hook on a layer therefore receives a `StateStructure` and these
+    tensors, not a hidden state; use `output_hidden_states`.
     """
 
     # One for each site, and then the readout where this is the last layer and the host has no
     # final norm.
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
+    opened_paths: list[str]  # of modules whose modules are called, and not they themselves
     argument_names: tuple[str, ...]  # of the host's forward; the first is the stream
     takes_any_keyword: bool  # whether the host's forward has **kwargs
     training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = self._check_arguments(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self._warn_of_hooks()
         number = self.connections[0].site.layer
         hidden_states = kwargs.pop(self.argument_names[0])
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
         # Without the number of the layer, so that layers compiled one by one share their code.
-        stream: Any = hidden_states
+        given: tuple[Any, ...] = (hidden_states,)
         if not is_first:
             stream = (hidden_states.state, hidden_states.dtype_like, hidden_states.stream_scale)
-        leaves, spec = tree_flatten(stream)
+            tensors, spec = tree_flatten(stream)
+            given = (StateStructure(spec), *tensors)
         recorder = kwargs.pop(_RECORDER, None)
         kwargs["records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
-        *leaves, before, tree = call_host(*leaves, tree=_OpaqueTree(spec), **kwargs)
-        hidden = tree_unflatten(leaves, tree.spec)
+        returned = call_host(*given, **kwargs)
+        if not isinstance(returned, tuple) or not isinstance(returned[0], StateStructure):
+            raise TypeError(f"{_NO_HIDDEN_STATE} (one returned a hidden state for layer {number})")
+        structure, *leaves, before = returned
+        hidden = tree_unflatten(leaves, structure.spec)
         if not isinstance(hidden, Tensor):
             state, dtype_like, stream_scale = hidden
             shape = hidden_states.shape
             hidden = TravellingState(state, dtype_like, number + 1, shape, stream_scale)
         if recorder is not None:
-            recorder.add_layer(before, hidden)
-        return hidden if self.wiring.extras is None else (hidden, *tree.extras)
+            recorder.add_layer(before, hidden, structure)
+        return hidden if self.wiring.extras is None else (hidden, *structure.extras)
 
     def forward(
-        self, *leaves: Any, tree: _OpaqueTree, records: bool = False, **kwargs: Any
+        self, first: Tensor | StateStructure, /, *leaves: Any, records: bool = False, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """The tensors of the next state, the hidden state before this layer if `records`, and the
-        structure of the next state.
+        """The structure and the tensors of the next state, and the hidden state before this layer
+        if `records`.
+
+        Args:
+            first: the embedding; after the first layer the structure of the state.
+            leaves: the tensors of the state.
+            records: whether hidden states are asked for.
+            kwargs: the arguments of the host's layer but the stream.
         """
-        stream = tree_unflatten(leaves, tree.spec)
-        if isinstance(stream, Tensor):  # The first layer gets the embedding.
+        if isinstance(first, Tensor):
+            embedding = first
             if self.wiring.embedding_norm:
-                stream = find_attribute(self, self.wiring.embedding_norm)(stream)
-            stream = (self.connections[0].init(stream), stream.new_empty(0), None)
+                embedding = find_attribute(self, self.wiring.embedding_norm)(embedding)
+            stream = (self.connections[0].init(embedding), embedding.new_empty(0), None)
+        else:
+            stream = tree_unflatten(leaves, first.spec)
         state, dtype_like, stream_scale = stream
         dtype = dtype_like.dtype
         before = read_hidden_state(self, state, dtype, stream_scale) if records else None
@@ -129,7 +162,7 @@ class ConnectedLayer:
                 for sublayer, x in _inputs_of_sublayers(connection, sublayers, inputs):
                     modulation = modulations.get(sublayer.port)
                     if stream_scale is not None and sublayer.norm is None:
-                        x = _scale_inputs(x, stream_scale)
+                        x = x * stream_scale
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs, returned
                     )
@@ -144,7 +177,8 @@ class ConnectedLayer:
         if self.connections[-1].is_readout:
             after = scale_stream(self.connections[-1].readout(state), stream_scale).to(dtype)
         tensors, spec = tree_flatten(after)
-        return (*tensors, before, _OpaqueTree(spec, tuple(self._select_extras(returned, kwargs))))
+        structure = StateStructure(spec, tuple(self._select_extras(returned, kwargs)))
+        return (structure, *tensors, before)
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by their names.
@@ -174,6 +208,21 @@ class ConnectedLayer:
                 number = self.connections[0].site.layer
                 raise ValueError(_describe_unread(layer_class, number, name, value))
         return kwargs
+
+    def _warn_of_hooks(self) -> None:
+        """Warn of hooks that never run, as they are on modules that are not called."""
+        for path in self.opened_paths:
+            module = find_attribute(self, path)
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            # transformers puts some on every model whose outputs it has recorded
+            if any(
+                not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
+            ):
+                warnings.warn(
+                    f"the hooks on {path} of a {type(self).__name__} do not run: a connected layer "
+                    "calls the modules in it, and not it",
+                    stacklevel=3,
+                )
 
     def _select_extras(self, returned: dict[str, Any], kwargs: dict[str, Any]) -> Iterator[Any]:
         """What the layer returns besides its stream, of what its sub-layers returned and of its
@@ -210,9 +259,9 @@ class ConnectedLayer:
             returned: what the sub-layers before it returned, by their modules.
         """
         if modulation is not None:
-            x = _modulate(x, modulation)
+            x = x * (1 + modulation.scale) + modulation.shift
         if sublayer.input_scale != 1:
-            x = _scale_inputs(x, sublayer.input_scale)
+            x = x * sublayer.input_scale
         outputs = self._call_module(sublayer, x, kwargs, returned)
         y = first_output(outputs)
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
@@ -367,17 +416,6 @@ def _recomputes_states(layer: Any) -> bool:
     return any(
         isinstance(connection, RecomputedConnection) for connection in find_connections(layer)
     )
-
-
-def _scale_inputs(x: Any, scale: float | Tensor) -> Any:
-    return QKVInputs(port * scale for port in x) if isinstance(x, QKVInputs) else x * scale
-
-
-def _modulate(x: Any, modulation: Modulation) -> Any:
-    """x · (1 + scale) + shift, for one input or for those of q, k and v."""
-    if isinstance(x, QKVInputs):
-        return QKVInputs(_modulate(port, modulation) for port in x)
-    return x * (1 + modulation.scale) + modulation.shift
 
 
 class ReadoutNorm:

@@ -1,5 +1,6 @@
 """Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -14,7 +15,10 @@ from .families import FusedQKV
 
 
 class QKVInputs(tuple):
-    """The inputs of q, k and v, in place of one tensor until each projection selects its own."""
+    """The inputs of q, k and v, in place of one tensor until each projection selects its own.
+
+    A sum or product with a number or a tensor is that of each input.
+    """
 
     __slots__ = ()
     shape = property(lambda self: self[0].shape)
@@ -28,6 +32,15 @@ class QKVInputs(tuple):
             f"the attention's input is a tuple of {len(self)} here, because its projections read "
             f"different inputs; a tuple has no {name!r}"
         )
+
+    def __add__(self, other: Any) -> "QKVInputs":
+        return QKVInputs(x + other for x in self)
+
+    def __mul__(self, other: Any) -> "QKVInputs":
+        return QKVInputs(x * other for x in self)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
 
     def dim(self) -> int:
         return self[0].dim()
@@ -54,8 +67,15 @@ class SplitInputAttention:
             return
         host_forward: Any = vars(cls)["original"].forward
 
+        _, input_name, *_ = inspect.signature(host_forward).parameters
+
         @wraps(host_forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # A hook may have made a plain tuple of the inputs.
+            if args and type(args[0]) is tuple:
+                args = (QKVInputs(args[0]), *args[1:])
+            elif type(kwargs.get(input_name)) is tuple:
+                kwargs[input_name] = QKVInputs(kwargs[input_name])
             return host_forward(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[attr-defined]

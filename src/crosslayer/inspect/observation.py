@@ -227,7 +227,16 @@ def _find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     """What to call with a batch: of a transformers model the part without its head, if it takes it.
 
     Its backbone may be an encoder of embeddings (DINOv2), which does not.
+
+    Raises:
+        ValueError: PEFT puts a learned prompt before each sequence, in a module around the model.
     """
+    prompt = getattr(model, "active_peft_config", None)
+    if getattr(prompt, "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(prompt).__name__}: the sites of a model with a learned prompt are not "
+            "observed; its get_base_model() is the model without the prompt"
+        )
     if find_connections(model) and not hasattr(model, "config"):
         return model
     inputs = MODEL_INPUTS & arguments.keys()
