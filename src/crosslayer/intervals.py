@@ -85,11 +85,12 @@ def t_quantile(freedom: int) -> float:
 
 @dataclass
 class MeanCurve:
-    """A curve's mean over seeds, with its range.
+    """A curve's mean over seeds, with its range or its interval.
 
     Attributes:
         x: where all seeds are known.
-        mean, low, high: at each x.
+        mean: at each x.
+        low, high: the ends of the range or the interval at each x.
     """
 
     x: list[float]

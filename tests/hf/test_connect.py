@@ -23,6 +23,7 @@ from tests.hf.backbones import (
     WIRINGS,
     attributes_of,
     build,
+    checkpoint,
     connected,
     each_family,
     each_kind,
@@ -364,6 +365,16 @@ def test_compiles_to_one_graph(family, spec):
     torch.testing.assert_close(
         output(compiled, family), output(model, family), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_checkpointed_layers_compile_to_one_graph():
+    model = connected("llama", "mudd", num_hidden_layers=2).train()
+    expected = gradients(model, "llama")
+    checkpoint(model, "llama")
+    model.config.use_cache = False  # of which transformers would warn, and break the graph
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(model, "llama"), expected)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tests.hf.backbones import SIZES, connected
 
 IDS = torch.tensor([[5, 3, 8, 1, 9, 2]])
 VECTOR = torch.linspace(-1, 1, SIZES["hidden_size"])
-STATE = "no hidden state; docs/your-model.md, Hooks"
+STATE = "no hidden state, and cannot replace it by one; docs/your-model.md, Hooks"
 
 
 @pytest.fixture(params=["prenorm", "mudd", "hyper", "attnres"])
@@ -42,16 +42,22 @@ def test_a_hook_on_what_a_layer_gets(model):
     handle = model.model.layers[0].register_forward_pre_hook(lambda _, args: (2 * args[0],))
     assert not torch.allclose(model(IDS).logits, plain)
     handle.remove()
-    model.model.layers[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
-    with pytest.raises(TypeError, match=STATE):
-        model(IDS)
+    for replace in (
+        lambda _, args: (2 * args[0], *args[1:]),
+        lambda _, args: (torch.zeros(1, 6, SIZES["hidden_size"]),),
+    ):
+        handle = model.model.layers[1].register_forward_pre_hook(replace)
+        with pytest.raises(TypeError, match=STATE):
+            model(IDS)
+        handle.remove()
 
 
-def test_a_hook_that_only_looks_changes_nothing(model):
+def test_a_hook_that_changes_nothing(model):
     plain = model(IDS).logits
     seen = []
     for module in model.modules():
         module.register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    model.model.layers[1].register_forward_hook(lambda layer, args, output: list(output))
     assert torch.equal(model(IDS).logits, plain)
     assert type(model.model.layers[1]) in seen
 
@@ -77,12 +83,15 @@ def bloom():
         (bloom, "h.1.mlp"),
     ],
 )
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize(
+    "kind",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
 def test_hooks_on_modules_that_are_not_called_are_told(build, path, kind):
     model = build()
     handle = getattr(model.get_submodule(path), kind)(lambda *_: None)
     name = path.split(".", 2 if build is bloom else 3)[-1]
-    with pytest.warns(UserWarning, match=rf"the hooks on {name} of a .* do not run"):
+    with pytest.warns(UserWarning, match=rf"the hooks on {name} of layer [01] do not run"):
         model(IDS)
     handle.remove()
     with warnings.catch_warnings():
@@ -97,6 +106,11 @@ def test_hooks_on_modules_that_are_not_called_are_told(build, path, kind):
     [
         lambda x: x + VECTOR,
         lambda x: VECTOR + x,
+        lambda x: x - (-VECTOR),
+        lambda x: (2 * x + 2 * VECTOR) / 2,
+        lambda x: (x + x + 2 * VECTOR) * 0.5,
+        lambda x: VECTOR - (x * -1),
+        lambda x: x @ torch.eye(len(VECTOR)) + VECTOR,
         lambda x: tuple(port + VECTOR for port in x),
         lambda x: type(x)(port + VECTOR for port in x),
     ],

@@ -31,7 +31,7 @@ def test_a_final_norm_whose_forward_is_replaced():
     """By a method that computes with its input, as Liger's does, after `connect` and before it."""
     model = build("llama")
     crosslayer.connect(model, "mudd").model.norm.forward = lambda x: x.float()
-    with pytest.raises(AttributeError, match="has replaced a module or its forward after connect"):
+    with pytest.raises(AttributeError, match="what replaces a module or its forward after connect"):
         model(torch.zeros(1, 3, dtype=torch.long))
     patched = build("llama")
     patched.model.norm.forward = lambda x: x.float()

@@ -536,7 +536,7 @@ def test_equal_streams_have_collapsed():
     for site in sites:
         assert site.stream_cosine[0, 1] == pytest.approx(1)
     alarms = find_alarms(sites, summarise_mixing(model, EMBEDDING))
-    assert alarms == ["collapsed streams: 0, 1, mean cosines from 1.0000"]
+    assert alarms == ["collapsed streams: 0, 1, smallest mean cosine 1.0000"]
 
 
 def test_streams_that_have_collapsed_together_are_one_alarm():
@@ -544,6 +544,8 @@ def test_streams_that_have_collapsed_together_are_one_alarm():
     for a, b, value in ((0, 2, 0.9995), (2, 5, 0.9996), (0, 5, 0.9985), (1, 4, 0.9999)):
         cosine[a, b] = cosine[b, a] = value
     assert _collapsed_groups(cosine) == [[0, 2, 5], [1, 4]]
+    cosine[1, 5] = cosine[5, 1] = 0.9992
+    assert _collapsed_groups(cosine) == [[0, 1, 2, 4, 5]], "5 joins two groups"
 
 
 def test_planted_sizes_and_alarms():

@@ -793,32 +793,30 @@ def test_differences_during_training_are_paired(tiny, tmp_path):
     comparison = prepare_comparison(recipe(tiny, "prenorm", "mudd"), 3, tmp_path / "out")
     plain, mudd = comparison.arms
     curves = [
-        (plain, 0, [[8, 3.0], [16, 2.0], [24, 1.9]]),
-        (plain, 1, [[8, 5.0], [16, 4.0], [20, 3.5], [24, 3.0]]),
-        (mudd, 0, [[8, 2.0], [16, 1.9], [20, 1.7], [24, 1.6]]),
-        (mudd, 1, [[8, 5.0], [16, 3.7], [20, 3.3], [24, 2.9]]),
-        (mudd, 2, [[8, 9.0]]),  # pre-norm has no such seed
+        (plain, 0, [[4, 30.0], [8, 3.0], [16, 2.0], [24, 1.9]]),
+        (plain, 1, [[4, 30.0], [8, 5.0], [16, 4.0], [20, 3.5], [24, 3.0]]),
+        (mudd, 0, [[4, 50.0], [8, 2.0], [16, 1.9], [20, 1.7], [24, 1.6]]),
+        (mudd, 1, [[4, 50.0], [8, 5.0], [16, 3.7], [20, 3.3], [24, 2.9]]),
+        (mudd, 2, [[4, 9.0]]),  # pre-norm has no such seed
     ]
     comparison.results.runs = [
         replace(run_with_loss(arm, seed, curve[-1][1]), curve=curve) for arm, seed, curve in curves
     ]
-    found = differences_by_step(comparison, mudd, plain)
-    assert {step: round(of_step.mean, 6) for step, of_step in found.items()} == {
-        8: -0.5,
-        16: -0.2,
-        24: -0.2,
-    }
-    assert found[24] == result_table(comparison)[1].difference
-    assert differences_by_step(comparison, plain, plain) == {}
-    assert differences_by_step(comparison, mudd, None) == {}
+    found = differences_by_step(comparison)
+    assert list(found) == ["mudd"], "and not pre-norm itself"
+    means = {step: round(of_step.mean, 6) for step, of_step in found["mudd"].items()}
+    assert means == {4: 20.0, 8: -0.5, 16: -0.2, 24: -0.2}
+    assert found["mudd"][24] == result_table(comparison)[1].difference
 
     axes = Figure().subplots()
     plot_differences(axes, comparison)
     zero, line = axes.lines
     assert list(zero.get_ydata()) == [0.0, 0.0]
-    assert list(line.get_ydata()) == pytest.approx([-0.5, -0.2, -0.2])
-    low, high = axes.get_ylim()
-    assert low < min(of_step.low for of_step in found.values()) and high > 0.0
+    assert list(line.get_ydata()) == pytest.approx([20.0, -0.5, -0.2, -0.2])
+    # an interval of two seeds is far wider than the differences, and step 4 is in the first quarter
+    assert axes.get_ylim() == pytest.approx((-1.03, 0.53))
+    comparison.results.runs = comparison.results.runs[:1]
+    assert differences_by_step(comparison) == {}
 
 
 def test_many_arms_can_be_told_apart_in_the_figures(tiny, tmp_path):

@@ -214,8 +214,9 @@ def _check_sources(
         parse_model_dtype(options.dtype)
     if not models and (choice.names_each or not views) and sections:
         raise ValueError(
-            f"{', '.join(options.models)}: no model, which {sections[0].name} needs (compare "
-            f"keeps one with --keep-models 1); --sections {_TRAINING} draws the views of training"
+            f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
+            "train has one when it has ended; compare saves one of each run with --keep-models 1); "
+            f"--sections {_TRAINING} draws the views of training"
         )
     if not runs and choice.names_each and views:
         raise ValueError(

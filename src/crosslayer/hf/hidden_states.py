@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import TreeSpec, tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.output_capturing import _active_collector
 
@@ -53,8 +53,8 @@ class TravellingState(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         raise StreamUseError(
             f"its {name!r}",
-            "; if something has replaced a module or its forward after connect, as Liger's "
-            "rms_norm (docs/huggingface.md) and TransformerLens's bridge do, leave that out",
+            "; what replaces a module or its forward after connect, as Liger's rms_norm "
+            "(docs/huggingface.md) and TransformerLens's bridge do, does not fit",
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -92,6 +92,44 @@ class TravellingState(NamedTuple):
 
     def __rmul__(self, _: Any) -> Any:
         raise StreamUseError("it in a product")
+
+
+_NO_HIDDEN_STATE = (
+    "a hook on a connected layer gets the state of its connection and no hidden state, and cannot "
+    "replace it by one; docs/your-model.md, Hooks, says what to hook instead"
+)
+
+
+class StateStructure:
+    """The structure of a state whose tensors travel flat, and what a layer returns besides.
+
+    It is the first item of what hooks on a layer get, where they expect the hidden state. Using it
+    as a tensor raises an error. It wraps the `TreeSpec` because FSDP would take a bare one apart.
+    """
+
+    def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
+        self.spec = spec
+        self.extras = extras
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_NO_HIDDEN_STATE} (asked for {name!r})")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(_NO_HIDDEN_STATE)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __matmul__ = __neg__ = __getitem__ = _refuse
+
+
+def check_structured(items: Any) -> Sequence[Any]:
+    """What a layer gets or returns, once its hooks have run.
+
+    Raises:
+        TypeError: a hook has put something else in the place of the state.
+    """
+    if not isinstance(items, tuple | list) or not items or type(items[0]) is not StateStructure:
+        raise TypeError(_NO_HIDDEN_STATE)
+    return items
 
 
 def find_token_slice(index: Any) -> slice | None:
@@ -159,17 +197,17 @@ class HiddenStateRecorder:
         self.layers = 0  # that have run
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
         self.last: TravellingState | Tensor  # what the last layer returns
-        self.seen_by_hooks: Any  # the first part of it that hooks on the layer get
+        self.structure: StateStructure  # of it: the first item that hooks on this layer get
 
     def add_layer(
-        self, before: Tensor | None, after: TravellingState | Tensor, seen_by_hooks: Any
+        self, before: Tensor | None, after: TravellingState | Tensor, structure: StateStructure
     ) -> None:
         """Record the hidden state before a layer, None before the first, and what it returns."""
         self.layers += 1
         if before is not None:
             self.hidden_states.append(before)
         self.last = after
-        self.seen_by_hooks = seen_by_hooks
+        self.structure = structure
 
 
 def read_hidden_state(
@@ -198,7 +236,7 @@ def replace_recorded(
     # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
     if recorder.layers > 0 and not isinstance(recorded[0], TravellingState):
         return _take_from_recorder(backbone, recorded, outputs, recorder)
-    if len(recorded) > 2 and not any(isinstance(hidden, TravellingState) for hidden in recorded):
+    if any(isinstance(hidden, StateStructure) for hidden in recorded):
         raise ValueError(
             "output_hidden_states, which you or the model's head asks for: this version of "
             f"transformers passes no further arguments from {type(backbone).__name__} to its "
@@ -223,7 +261,7 @@ def replace_captured(backbone: Any, outputs: Any, recorder: HiddenStateRecorder)
         return
     # The list may be of another part's layers. transformers puts a None for each hidden state whose
     # number the caller did not ask for.
-    is_of_these_layers = recorder.layers > 0 and captured[-1] is recorder.seen_by_hooks
+    is_of_these_layers = recorder.layers > 0 and captured[-1] is recorder.structure
     if recorder.layers == 0 or captured[-1] is None or is_of_these_layers:
         captured[:] = replace_recorded(backbone, captured, outputs, recorder)
 

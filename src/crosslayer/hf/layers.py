@@ -8,11 +8,12 @@ Attentions are swapped in `qkv`, norms in `host_norms`, and what some families d
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..class_swap import swap_class
 from ..connection import Connection, find_connections
@@ -36,8 +37,10 @@ from .families import (
     UnreadValue,
 )
 from .hidden_states import (
+    StateStructure,
     TravellingState,
     check_order,
+    check_structured,
     check_whole,
     read_hidden_state,
     scale_stream,
@@ -45,35 +48,9 @@ from .hidden_states import (
 from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .qkv import QKVInputs
 
-_NO_HIDDEN_STATE = (
-    "a hook on a connected layer gets the state of its connection and no hidden state; "
-    "docs/your-model.md, Hooks, says what to hook instead"
-)
 _RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
-
-
-class StateStructure:
-    """The structure of a state whose tensors travel flat, and what a layer returns besides.
-
-    It comes before these tensors, where a hook on a layer looks for the hidden state, and refuses
-    what one does with that. FSDP would take a bare `TreeSpec` apart.
-    """
-
-    def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
-        self.spec = spec
-        self.extras = extras
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{_NO_HIDDEN_STATE} (asked for {name!r})")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        raise TypeError(f"{_NO_HIDDEN_STATE} (called {getattr(function, '__name__', function)})")
-
-    def _refuse(self, *_: Any) -> Any:
-        raise TypeError(_NO_HIDDEN_STATE)
-
-    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _refuse
+# Libraries with hooks on many modules, which do no harm where they do not run.
+_LIBRARIES_WITH_HOOKS = ("transformers", "deepspeed")
 
 
 class ConnectedLayer:
@@ -111,10 +88,9 @@ class ConnectedLayer:
         recorder = kwargs.pop(_RECORDER, None)
         kwargs["records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
-        returned = call_host(*given, **kwargs)
-        if not isinstance(returned, tuple) or not isinstance(returned[0], StateStructure):
-            raise TypeError(f"{_NO_HIDDEN_STATE} (one returned a hidden state for layer {number})")
-        structure, *leaves, before = returned
+        structure, *leaves, before = check_structured(
+            call_host(*given, is_first=is_first, **kwargs)
+        )
         hidden = tree_unflatten(leaves, structure.spec)
         if not isinstance(hidden, Tensor):
             state, dtype_like, stream_scale = hidden
@@ -125,24 +101,25 @@ class ConnectedLayer:
         return hidden if self.wiring.extras is None else (hidden, *structure.extras)
 
     def forward(
-        self, first: Tensor | StateStructure, /, *leaves: Any, records: bool = False, **kwargs: Any
+        self, *given: Any, is_first: bool, records: bool = False, **kwargs: Any
     ) -> tuple[Any, ...]:
         """The structure and the tensors of the next state, and the hidden state before this layer
         if `records`.
 
         Args:
-            first: the embedding; after the first layer the structure of the state.
-            leaves: the tensors of the state.
+            given: the embedding; after the first layer the structure and the tensors of the state.
+            is_first: whether this is the first layer.
             records: whether hidden states are asked for.
             kwargs: the arguments of the host's layer but the stream.
         """
-        if isinstance(first, Tensor):
-            embedding = first
+        if is_first:
+            (embedding,) = given
             if self.wiring.embedding_norm:
                 embedding = find_attribute(self, self.wiring.embedding_norm)(embedding)
             stream = (self.connections[0].init(embedding), embedding.new_empty(0), None)
         else:
-            stream = tree_unflatten(leaves, first.spec)
+            structure, *leaves = check_structured(given)
+            stream = tree_unflatten(leaves, structure.spec)
         state, dtype_like, stream_scale = stream
         dtype = dtype_like.dtype
         before = read_hidden_state(self, state, dtype, stream_scale) if records else None
@@ -162,7 +139,7 @@ class ConnectedLayer:
                 for sublayer, x in _inputs_of_sublayers(connection, sublayers, inputs):
                     modulation = modulations.get(sublayer.port)
                     if stream_scale is not None and sublayer.norm is None:
-                        x = x * stream_scale
+                        x = _scale_inputs(x, stream_scale)
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs, returned
                     )
@@ -213,14 +190,16 @@ class ConnectedLayer:
         """Warn of hooks that never run, as they are on modules that are not called."""
         for path in self.opened_paths:
             module = find_attribute(self, path)
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            # transformers puts some on every model whose outputs it has recorded
-            if any(
-                not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
-            ):
+            hooks = chain(
+                module._forward_hooks.values(),
+                module._forward_pre_hooks.values(),
+                module._backward_hooks.values(),
+                module._backward_pre_hooks.values(),
+            )
+            if any(_library_of(hook) not in _LIBRARIES_WITH_HOOKS for hook in hooks):
                 warnings.warn(
-                    f"the hooks on {path} of a {type(self).__name__} do not run: a connected layer "
-                    "calls the modules in it, and not it",
+                    f"the hooks on {path} of layer {self.connections[0].site.layer} do not run: a "
+                    f"connected layer calls the modules in this {type(module).__name__}, not it",
                     stacklevel=3,
                 )
 
@@ -259,9 +238,9 @@ class ConnectedLayer:
             returned: what the sub-layers before it returned, by their modules.
         """
         if modulation is not None:
-            x = x * (1 + modulation.scale) + modulation.shift
+            x = _modulate(x, modulation)
         if sublayer.input_scale != 1:
-            x = x * sublayer.input_scale
+            x = _scale_inputs(x, sublayer.input_scale)
         outputs = self._call_module(sublayer, x, kwargs, returned)
         y = first_output(outputs)
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
@@ -298,6 +277,11 @@ class ConnectedLayer:
         if isinstance(module, Tensor):
             return module * y
         return first_output(module(y))
+
+
+def _library_of(hook: Any) -> str:
+    """The package that defines a hook; "" where it does not tell."""
+    return str(getattr(hook, "__module__", None) or "").partition(".")[0]
 
 
 def first_output(outputs: Any) -> Any:
@@ -416,6 +400,18 @@ def _recomputes_states(layer: Any) -> bool:
     return any(
         isinstance(connection, RecomputedConnection) for connection in find_connections(layer)
     )
+
+
+def _scale_inputs(x: Any, scale: float | Tensor) -> Any:
+    # not the operators of QKVInputs, which torch.compile does not know
+    return QKVInputs([port * scale for port in x]) if isinstance(x, QKVInputs) else x * scale
+
+
+def _modulate(x: Any, modulation: Modulation) -> Any:
+    """x · (1 + scale) + shift, for one input or for those of q, k and v."""
+    if isinstance(x, QKVInputs):
+        return QKVInputs([_modulate(port, modulation) for port in x])
+    return x * (1 + modulation.scale) + modulation.shift
 
 
 class ReadoutNorm:

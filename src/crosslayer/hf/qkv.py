@@ -1,9 +1,11 @@
 """Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from .families import FusedQKV
 class QKVInputs(tuple):
     """The inputs of q, k and v, in place of one tensor until each projection selects its own.
 
-    A sum or product with a number or a tensor is that of each input.
+    Arithmetic with a number, a tensor or other inputs is that of each input.
     """
 
     __slots__ = ()
@@ -33,11 +35,27 @@ class QKVInputs(tuple):
             f"different inputs; a tuple has no {name!r}"
         )
 
+    def _compute(self, operation: Callable[[Any, Any], Any], other: Any) -> "QKVInputs":
+        others = other if isinstance(other, QKVInputs) else [other] * len(self)
+        return QKVInputs([operation(x, y) for x, y in zip(self, others, strict=True)])
+
     def __add__(self, other: Any) -> "QKVInputs":
-        return QKVInputs(x + other for x in self)
+        return self._compute(operator.add, other)
+
+    def __sub__(self, other: Any) -> "QKVInputs":
+        return self._compute(operator.sub, other)
 
     def __mul__(self, other: Any) -> "QKVInputs":
-        return QKVInputs(x * other for x in self)
+        return self._compute(operator.mul, other)
+
+    def __truediv__(self, other: Any) -> "QKVInputs":
+        return self._compute(operator.truediv, other)
+
+    def __matmul__(self, other: Any) -> "QKVInputs":
+        return self._compute(operator.matmul, other)
+
+    def __rsub__(self, other: Any) -> "QKVInputs":
+        return -1 * self + other
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -67,7 +85,7 @@ class SplitInputAttention:
             return
         host_forward: Any = vars(cls)["original"].forward
 
-        _, input_name, *_ = inspect.signature(host_forward).parameters
+        input_name = next(islice(inspect.signature(host_forward).parameters, 1, None), "")
 
         @wraps(host_forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -124,14 +124,15 @@ def read_runs(folder: Path) -> list[TrainingRun]:
 def find_compared_models(comparison: Path) -> dict[str, Path | None]:
     """The last saved model of each run of a comparison's folder; None where a run has none.
 
-    By the name of the arm, with the seed where the arm has several runs.
+    By the name of the arm, with the seed where the arm has several runs, and with the status of a
+    run that has not finished: its model is of another step.
     """
     runs = read_runs(comparison)
     counts = Counter(run.name for run in runs)
     models = {}
     for run in runs:
         name = run.name if counts[run.name] == 1 else f"{run.name}, seed {run.seed}"
-        models[name] = last_saved_model(run.folder)
+        models[f"{name} ({run.status})" if run.status else name] = last_saved_model(run.folder)
     return models
 
 

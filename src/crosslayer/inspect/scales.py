@@ -6,6 +6,7 @@ the composite gain of residual matrices).
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -224,23 +225,20 @@ def _stream_alarms(sites: list[SiteScales]) -> list[str]:
     for group in _collapsed_groups(cosine):
         smallest = cosine[group][:, group].min()
         streams = ", ".join(map(str, group))
-        alarms.append(f"collapsed streams: {streams}, mean cosines from {smallest:.4f}")
+        alarms.append(f"collapsed streams: {streams}, smallest mean cosine {smallest:.4f}")
     for stream in (change < CONSTANT_CHANGE).nonzero().flatten().tolist():
         alarms.append(f"constant stream: {stream}, mean change {change[stream]:.4f} a site")
     return alarms
 
 
 def _collapsed_groups(cosine: Tensor) -> list[list[int]]:
-    """Groups of at least two streams, each of which has collapsed with an earlier one of them."""
+    """Groups of at least two streams, which pairs of collapsed streams join."""
     groups: list[list[int]] = []
     for stream in range(len(cosine)):
-        for group in groups:
-            if cosine[stream, group].max() > _COLLAPSED_COSINE:
-                group.append(stream)
-                break
-        else:
-            groups.append([stream])
-    return [group for group in groups if len(group) > 1]
+        joined = [group for group in groups if cosine[stream, group].max() > _COLLAPSED_COSINE]
+        apart = [group for group in groups if group not in joined]
+        groups = [*apart, sorted([*chain.from_iterable(joined), stream])]
+    return sorted(group for group in groups if len(group) > 1)
 
 
 def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:

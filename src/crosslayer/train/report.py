@@ -1,18 +1,18 @@
 """The report of a comparison: a table, report.md, and report.html with figures."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ..files import write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
-from ..intervals import MeanCurve, average_curves
+from ..intervals import Interval, MeanCurve, average_curves
 from ..number_texts import NOT_KNOWN, format_interval, format_loss, format_mean_std, markdown_table
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, report_notes
-from .results_table import TableRow, differences_by_step, find_baseline_arms, result_table
+from .results_table import TableRow, differences_by_step, result_table
 
 
 def write_comparison_report(comparison: Comparison) -> None:
@@ -83,7 +83,7 @@ def _html_report(comparison: Comparison) -> str:
         ("Validation loss during training", plot_curves),
         ("Loss against throughput", plot_tradeoff),
     ]
-    if any(row.difference for row in result_table(comparison)):
+    if differences_by_step(comparison):
         figures.insert(1, ("Difference to pre-norm during training", plot_differences))
     if comparison.search_rates:
         figures.append(("Loss of seed 0 at each learning rate; × other seeds", plot_rates))
@@ -124,32 +124,36 @@ def plot_differences(axes: Any, comparison: Comparison) -> None:
     """Validation loss minus pre-norm's at the same step: the mean over seeds, with its 95 %
     interval shaded.
 
-    The vertical axis shows all differences after the first quarter of the steps. Earlier ones may
-    be far larger.
+    The vertical axis shows the means after the first quarter of the steps, as earlier ones may be
+    far larger, and as much of the intervals as has room in three times their range.
     """
     axes.set_xlabel("step")
     axes.set_ylabel(f"validation loss minus pre-norm's ({loss_unit_of(comparison)})")
     axes.axhline(0.0, color="#666666", linestyle="--", linewidth=1, zorder=0)
-    arms = comparison.arms
-    baselines = find_baseline_arms(comparison.recipe, arms)
-    late = [0.0]
-    for number, arm in enumerate(arms):
-        differences = differences_by_step(comparison, arm, baselines[arm.name])
-        if not differences:
-            continue
+    names = [arm.name for arm in comparison.arms]
+    late: list[Interval] = []
+    for name, differences in differences_by_step(comparison).items():
         mean, low, high = (list(values) for values in zip(*differences.values(), strict=True))
-        curve = MeanCurve(list(differences), mean, low, high)
-        _draw_curve(axes, number, arm.name, curve)
+        _draw_curve(axes, names.index(name), name, MeanCurve(list(differences), mean, low, high))
         start = max(differences) / 4
-        late += [end for step, found in differences.items() if step > start for end in found]
-    known = [end for end in late if math.isfinite(end)]  # a single seed has no interval
-    margin = 0.06 * (max(known) - min(known)) or 0.1
-    axes.set_ylim(min(known) - margin, max(known) + margin)
+        late += [interval for step, interval in differences.items() if step > start]
+    axes.set_ylim(*_limits_of_intervals(late))
     _add_legend(axes, comparison)
 
 
+def _limits_of_intervals(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """Limits of an axis that shows zero, all means, and what has room of their intervals."""
+    means = [0.0, *(interval.mean for interval in intervals)]
+    bottom, top = min(means), max(means)
+    reach = top - bottom or 0.1
+    ends = [end for _, *ends in intervals for end in ends if math.isfinite(end)]
+    bottom = max(min([bottom, *ends]), bottom - reach)
+    top = min(max([top, *ends]), top + reach)
+    return bottom - 0.06 * reach, top + 0.06 * reach
+
+
 def _draw_curve(axes: Any, number: int, name: str, curve: MeanCurve) -> None:
-    """The line of an arm of this number, with a band between the curve's ends."""
+    """The line of an arm of this number, with a band from `curve.low` to `curve.high`."""
     look = _arm_look(number)
     axes.plot(curve.x, curve.mean, **look, label=name, linewidth=1.6, markersize=3)
     band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}

@@ -93,16 +93,23 @@ def result_table(comparison: Comparison) -> list[TableRow]:
     return rows
 
 
-def differences_by_step(
-    comparison: Comparison, arm: Arm, baseline: Arm | None
-) -> dict[int, Interval]:
-    """An arm's validation loss minus its baseline's, seed by seed, at each step that all of these
-    runs have evaluated.
+def differences_by_step(comparison: Comparison) -> dict[str, dict[int, Interval]]:
+    """Each arm's validation loss minus its baseline's, by the arm's name and by the step.
 
-    Empty without a baseline, and for the baseline itself.
+    At the steps that all runs of both arms have evaluated, seed by seed. An arm without such a
+    step, like the baseline itself, is left out.
     """
-    if baseline is None or arm is baseline:
-        return {}
+    arms = comparison.arms
+    baselines = find_baseline_arms(comparison.recipe, arms)
+    found = {}
+    for arm in arms:
+        baseline = baselines[arm.name]
+        if baseline is not None and arm is not baseline:
+            found[arm.name] = _paired_differences(comparison, arm, baseline)
+    return {name: differences for name, differences in found.items() if differences}
+
+
+def _paired_differences(comparison: Comparison, arm: Arm, baseline: Arm) -> dict[int, Interval]:
     runs, references = comparison.finished_runs(arm), comparison.finished_runs(baseline)
     seeds = sorted(runs.keys() & references.keys())
     pairs = [(_loss_by_step(runs[seed]), _loss_by_step(references[seed])) for seed in seeds]
