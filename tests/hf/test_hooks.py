@@ -112,6 +112,7 @@ def test_hooks_on_modules_that_are_not_called_are_told(build, path, kind):
         lambda x: VECTOR - (x * -1),
         lambda x: x @ torch.eye(len(VECTOR)) + VECTOR,
         lambda x: tuple(port + VECTOR for port in x),
+        lambda x: [port + VECTOR for port in x],
         lambda x: type(x)(port + VECTOR for port in x),
     ],
 )

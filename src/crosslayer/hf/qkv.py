@@ -89,10 +89,10 @@ class SplitInputAttention:
 
         @wraps(host_forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # A hook may have made a plain tuple of the inputs.
-            if args and type(args[0]) is tuple:
+            # A hook may have made a plain tuple or a list of the inputs.
+            if args and type(args[0]) in (tuple, list):
                 args = (QKVInputs(args[0]), *args[1:])
-            elif type(kwargs.get(input_name)) is tuple:
+            elif type(kwargs.get(input_name)) in (tuple, list):
                 kwargs[input_name] = QKVInputs(kwargs[input_name])
             return host_forward(self, *args, **kwargs)
 
