@@ -92,11 +92,10 @@ def train_in_a_loop(model, windows, uses_muon):
     return rows
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "atol"),
-    [("adamw", 2e-5), ("muon", 2e-3)],  # torch's Muon orthogonalises in bfloat16
-)
-def test_a_run_is_what_a_plain_loop_computes(text, tmp_path, optimizer, atol):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_is_what_a_plain_loop_computes(text, tmp_path, monkeypatch, optimizer):
+    # torch's Muon orthogonalises in bfloat16, where the last bit of a gradient decides a rounding.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     settings = Settings.from_options(data=text, optimizer=optimizer, **OPTIONS)
     examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
     arm = Arm.from_row("hyper")
@@ -116,4 +115,4 @@ def test_a_run_is_what_a_plain_loop_computes(text, tmp_path, optimizer, atol):
     torch.testing.assert_close(found, torch.tensor(rows), rtol=1e-3, atol=1e-6)
     state = trained.state_dict()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=atol)
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=2e-5)
