@@ -180,7 +180,9 @@ def _find_sources(given: list[str]) -> _Sources:
     """
     from ..inspect.runs import find_compared_models
 
-    sources = _Sources({}, [], [])
+    models: dict[str, str] = {}
+    runs = []
+    without_model: list[str] = []
     for source, name in zip(given, _short_names(given), strict=True):
         folder = Path(source)
         found: dict[str, Path | None]
@@ -191,12 +193,12 @@ def _find_sources(given: list[str]) -> _Sources:
             if len(given) > 1:
                 found = {f"{name}/{arm}": model for arm, model in found.items()}
         else:
-            sources.models[name] = source
+            models[name] = source
             continue
-        sources.runs.append(folder)
-        sources.models.update({run: str(model) for run, model in found.items() if model})
-        sources.without_model.extend(run for run, model in found.items() if not model)
-    return sources
+        runs.append(folder)
+        models |= {run: str(model) for run, model in found.items() if model}
+        without_model += [run for run, model in found.items() if not model]
+    return _Sources(models, runs, without_model)
 
 
 def _check_sources(
