@@ -194,6 +194,21 @@ def test_a_difference_counts_from_a_least_size_on(low, high, verdict):
     assert judge_difference(Interval(0.0, low, high)) == verdict
 
 
+def test_the_smallest_model_against_pre_norms_better_rate():
+    """What the page says of 0.008, which is not the rate that seed 0 chose for pre-norm."""
+    study = read_studies()["tokens-20-tiny"]
+    (prenorm,) = [arm for arm in study.comparison.recipe.arms if arm.name == "prenorm"]
+    assert study.comparison.at_best_rate(prenorm).name == "prenorm at 0.5 × lr"
+    at_given_rate = study.comparison.losses_by_rate(prenorm)[1.0]
+    not_better = set()
+    for name in study.arms:
+        runs = study.runs(name).values()
+        found = mean_interval([run.valid_loss - at_given_rate[run.seed] for run in runs])
+        if found.sign >= 0:
+            not_better.add(name)
+    assert not_better == {"prenorm", "attnres"}
+
+
 def test_unpaired_difference():
     estimate = unpaired_difference([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 8.0])
     # 1/3 + 5/3 of variance, and 4 / (1/18 + 25/27) = 4.08 degrees of freedom, so the quantile of 4
