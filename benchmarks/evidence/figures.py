@@ -14,11 +14,10 @@ from crosslayer.inspect.figures_training import (
     LineSeries,
     draw_line_series,
     focus_on_end,
-    mark_level,
 )
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.intervals import Interval, average_curves
-from crosslayer.plotting import HUES, DrawPanel, render_figure
+from crosslayer.plotting import HUES, DrawPanel, mark_level, render_figure
 from crosslayer.train.run_state import RunResult
 
 # one for each colour of the palette; pre-norm is black; the last one has the first colour, dashed

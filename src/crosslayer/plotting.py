@@ -30,6 +30,11 @@ def line_look(number: int) -> dict[str, str]:
     }
 
 
+def mark_level(draw_line: Callable[..., Any], level: float) -> None:
+    """A dashed line across the axes. draw_line: their `axhline` or `axvline`."""
+    draw_line(level, color="#666666", linestyle="--", linewidth=1, zorder=0)
+
+
 def render_figure(
     panels: Sequence[tuple[str, DrawPanel]],
     width: float = 5.2,

@@ -105,14 +105,14 @@ def run(options: Any) -> int:
     choice = _choose_sections(options.sections)
     sections, views = choice.sections, choice.views
     sources = list(dict.fromkeys(str(Path(source)) for source in options.models))  # m/ is m
-    models, runs, without_model = _find_sources(sources)
+    models, runs, lacks_models = _find_sources(sources)
     _check_sources(options, choice, models, runs)
     console = make_console()
     start = time.perf_counter()
     training = _read_training(runs, views, options.running_mean) if runs and views else None
     inspections: list[ModelInspection] = []
     setup = ""
-    if sections and without_model:
+    if sections and lacks_models:
         console.print("Runs without a saved model appear only in the views of training.")
     with lock_folder(folder):
         check_new_file(folder / REPORT_FILE)  # another process may have finished meanwhile
@@ -165,12 +165,12 @@ class _Sources(NamedTuple):
     Attributes:
         models: their folders or names of the Hub, by the name for the reader.
         runs: the folders of runs and comparisons, whose models are among `models`.
-        without_model: the runs of these that have no saved model.
+        lacks_models: whether one of these runs has no saved model.
     """
 
     models: dict[str, str]
     runs: list[Path]
-    without_model: list[str]
+    lacks_models: bool
 
 
 def _find_sources(given: list[str]) -> _Sources:
@@ -182,7 +182,7 @@ def _find_sources(given: list[str]) -> _Sources:
 
     models: dict[str, str] = {}
     runs = []
-    without_model: list[str] = []
+    lacks_models = False
     for source, name in zip(given, _short_names(given), strict=True):
         folder = Path(source)
         found: dict[str, Path | None]
@@ -197,8 +197,8 @@ def _find_sources(given: list[str]) -> _Sources:
             continue
         runs.append(folder)
         models |= {run: str(model) for run, model in found.items() if model}
-        without_model += [run for run, model in found.items() if not model]
-    return _Sources(models, runs, without_model)
+        lacks_models |= None in found.values()
+    return _Sources(models, runs, lacks_models)
 
 
 def _check_sources(

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.output_capturing import _active_collector
+
+from .layer_hooks import StateStructure
 
 if TYPE_CHECKING:
     from .layers import ConnectedLayer
@@ -92,44 +94,6 @@ class TravellingState(NamedTuple):
 
     def __rmul__(self, _: Any) -> Any:
         raise StreamUseError("it in a product")
-
-
-_NO_HIDDEN_STATE = (
-    "a hook on a connected layer gets the state of its connection and no hidden state, and cannot "
-    "replace it by one; docs/your-model.md, Hooks, says what to hook instead"
-)
-
-
-class StateStructure:
-    """The structure of a state whose tensors travel flat, and what a layer returns besides.
-
-    It is the first item of what hooks on a layer get, where they expect the hidden state. Using it
-    as a tensor raises an error. It wraps the `TreeSpec` because FSDP would take a bare one apart.
-    """
-
-    def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
-        self.spec = spec
-        self.extras = extras
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{_NO_HIDDEN_STATE} (asked for {name!r})")
-
-    def _refuse(self, *_: Any) -> Any:
-        raise TypeError(_NO_HIDDEN_STATE)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __matmul__ = __neg__ = __getitem__ = _refuse
-
-
-def check_structured(items: Any) -> Sequence[Any]:
-    """What a layer gets or returns, once its hooks have run.
-
-    Raises:
-        TypeError: a hook has put something else in the place of the state.
-    """
-    if not isinstance(items, tuple | list) or not items or type(items[0]) is not StateStructure:
-        raise TypeError(_NO_HIDDEN_STATE)
-    return items
 
 
 def find_token_slice(index: Any) -> slice | None:

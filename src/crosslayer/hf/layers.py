@@ -6,9 +6,7 @@ Attentions are swapped in `qkv`, norms in `host_norms`, and what some families d
 `host_quirks`. Between layers the connection's state travels as the host's `hidden_states`.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -37,20 +35,17 @@ from .families import (
     UnreadValue,
 )
 from .hidden_states import (
-    StateStructure,
     TravellingState,
     check_order,
-    check_structured,
     check_whole,
     read_hidden_state,
     scale_stream,
 )
 from .host_norms import FinalNormReference, ModuleReference, find_attribute
+from .layer_hooks import StateStructure, check_structured, warn_of_hooks
 from .qkv import QKVInputs
 
 _RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
-# Libraries with hooks on many modules, which do no harm where they do not run.
-_LIBRARIES_WITH_HOOKS = ("transformers", "deepspeed")
 
 
 class ConnectedLayer:
@@ -73,7 +68,7 @@ class ConnectedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = self._check_arguments(args, kwargs)
         if not torch.compiler.is_compiling():
-            self._warn_of_hooks()
+            warn_of_hooks(self, self.opened_paths)
         number = self.connections[0].site.layer
         hidden_states = kwargs.pop(self.argument_names[0])
         check_order(hidden_states, number)
@@ -186,23 +181,6 @@ class ConnectedLayer:
                 raise ValueError(_describe_unread(layer_class, number, name, value))
         return kwargs
 
-    def _warn_of_hooks(self) -> None:
-        """Warn of hooks that never run, as they are on modules that are not called."""
-        for path in self.opened_paths:
-            module = find_attribute(self, path)
-            hooks = chain(
-                module._forward_hooks.values(),
-                module._forward_pre_hooks.values(),
-                module._backward_hooks.values(),
-                module._backward_pre_hooks.values(),
-            )
-            if any(_library_of(hook) not in _LIBRARIES_WITH_HOOKS for hook in hooks):
-                warnings.warn(
-                    f"the hooks on {path} of layer {self.connections[0].site.layer} do not run: a "
-                    f"connected layer calls the modules in this {type(module).__name__}, not it",
-                    stacklevel=3,
-                )
-
     def _select_extras(self, returned: dict[str, Any], kwargs: dict[str, Any]) -> Iterator[Any]:
         """What the layer returns besides its stream, of what its sub-layers returned and of its
         arguments.
@@ -277,11 +255,6 @@ class ConnectedLayer:
         if isinstance(module, Tensor):
             return module * y
         return first_output(module(y))
-
-
-def _library_of(hook: Any) -> str:
-    """The package that defines a hook; "" where it does not tell."""
-    return str(getattr(hook, "__module__", None) or "").partition(".")[0]
 
 
 def first_output(outputs: Any) -> Any:

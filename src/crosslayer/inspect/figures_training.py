@@ -1,7 +1,7 @@
 """Figures of training: lines with bands, points with names, and bars. Each draws on given axes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,11 +144,6 @@ def focus_on_end(axes: Any, series: Sequence[LineSeries]) -> None:
     if top > bottom:
         margin = 0.06 * (top - bottom)
         axes.set_ylim(bottom - margin, top + margin)
-
-
-def mark_level(draw_line: Callable[..., Any], level: float) -> None:
-    """A dashed line across the axes. draw_line: their `axhline` or `axvline`."""
-    draw_line(level, color="#666666", linestyle="--", linewidth=1, zorder=0)
 
 
 def draw_bars(

@@ -9,7 +9,7 @@ from ..files import write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
 from ..intervals import Interval, MeanCurve, average_curves
 from ..number_texts import NOT_KNOWN, format_interval, format_loss, format_mean_std, markdown_table
-from ..plotting import COLOURS, HUES, line_look, render_figure
+from ..plotting import COLOURS, HUES, line_look, mark_level, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, report_notes
 from .results_table import TableRow, differences_by_step, result_table
@@ -129,7 +129,7 @@ def plot_differences(axes: Any, comparison: Comparison) -> None:
     """
     axes.set_xlabel("step")
     axes.set_ylabel(f"validation loss minus pre-norm's ({loss_unit_of(comparison)})")
-    axes.axhline(0.0, color="#666666", linestyle="--", linewidth=1, zorder=0)
+    mark_level(axes.axhline, 0.0)
     names = [arm.name for arm in comparison.arms]
     late: list[Interval] = []
     for name, differences in differences_by_step(comparison).items():

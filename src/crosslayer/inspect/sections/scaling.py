@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 
 from ...number_texts import format_size
-from ...plotting import STYLES
-from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
+from ...plotting import STYLES, mark_level
+from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series
 from ..run_groups import RunGroup, describe_depth, find_baseline_group, has_experts, split_by_series
 from ..training_summary import (
     GroupedRuns,

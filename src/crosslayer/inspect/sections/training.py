@@ -7,13 +7,13 @@ from typing import Any
 
 from ...intervals import MeanCurve, average_curves
 from ...number_texts import choose_time_unit, format_duration
+from ...plotting import mark_level
 from ..figures_training import (
     LineSeries,
     ValueBar,
     draw_bars,
     draw_line_series,
     focus_on_end,
-    mark_level,
 )
 from ..run_groups import RunGroup, join_titles, split_by_backbone, split_by_shape
 from ..runs import TrainingRun
