@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import StaticCache
 
 from benchmarks.model import build_connected_llama
@@ -37,14 +38,17 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
 
 def build_calls(spec: str, D: int, settings: BenchmarkSettings, variant: str) -> Calls:
     model = build_connected_llama(spec, D, settings).eval()
-    next_logits = model
-    if variant == "compiled":  # in transformers' own way on a GPU
-        mode = "reduce-overhead" if settings.device == "cuda" else None
-        next_logits = torch.compile(model, fullgraph=True, mode=mode)
+    next_logits: Any = compile_decoding(model, settings.device) if variant == "compiled" else model
     # Each call continues the sequence. Attention always runs over the whole cache.
     most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (settings.rounds + WARMUP_CALLS + 1)
     cache_tokens = max(settings.context, most_tokens)
     return {"decode": decoding(model, next_logits, cache_tokens, TOKENS_PER_CALL)}
+
+
+def compile_decoding(model: nn.Module, device: str) -> Callable[..., Any]:
+    """The model compiled for calls of one token; on a GPU as transformers compiles it."""
+    mode = "reduce-overhead" if device == "cuda" else None
+    return torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
 
 
 def decoding(

@@ -65,7 +65,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
             "compile": "model",
         },
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},
-        "arms": GPU_SIZES,
+        "arms": {**GPU_SIZES, "variants": ["eager"], "compile": "model"},
         "machine_code": MACHINE_CODE_SIZES,
         "compile_time": COMPILE_TIME_SIZES,
         "launches": LAUNCH_SIZES,
@@ -81,7 +81,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "step": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
         "decode": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
-        "arms": {**CPU_SIZES, "seconds": 7.0},
+        "arms": {**CPU_SIZES, "variants": ["eager"], "compile": "model", "seconds": 7.0},
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},  # on the meta device
         "machine_code": MACHINE_CODE_SIZES,
         "compile_time": COMPILE_TIME_SIZES,

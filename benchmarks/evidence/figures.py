@@ -25,7 +25,10 @@ MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "resi_dual", BASE
 LOSS = "validation loss (nats a token)"
 DIFFERENCE = "loss minus pre-norm's (nats a token)"
 TOKENS = "training tokens (millions)"
-TIME = "training time (pre-norm's run = 1)"
+TIMES = {
+    "eager": "training time (pre-norm's run = 1)",
+    "compiled": "training time, compiled (pre-norm's run = 1)",
+}
 MOST_SHOWN = 1.0  # nats a token, of a difference on the way
 VERDICT_MARKS = {
     "better": (HUES[0], "o"),
@@ -77,11 +80,13 @@ def study_figures(study: Study) -> dict[str, Figure]:
     def tokens(name: str, seed: int, step: float) -> float:
         return step * data.batch * data.context / 1e6
 
+    variant = "compiled" if "compiled" in study.speeds else "eager"
+
     def time(name: str, seed: int, step: float) -> float | None:
-        of_step = study.seed_step_time(name, seed)
+        of_step = study.seed_step_time(name, seed, variant)
         return None if of_step is None else step * of_step / last_step
 
-    costs: list[tuple[str, CostAtStep]] = [(TOKENS, tokens), (TIME, time)]
+    costs: list[tuple[str, CostAtStep]] = [(TOKENS, tokens), (TIMES[variant], time)]
     figures = {}
     for file, unit, make_lines, finish in (
         ("curves", LOSS, _loss_lines, focus_on_end),

@@ -45,10 +45,13 @@ SEEDS = 3
 LOCAL_OPTIONS = ("data", "valid")
 # Of a part, for each of its studies that has no other value.
 PLAN_KEYS = ("arms", "seeds", "search_rates", "speeds", "paired", "in_overview")
-# When losses are taken: at the end, after an eighth of the steps, or when the fastest arm ends.
-Measure = Literal["end", "an eighth of the steps", "equal time"]
-# The shares of pre-norm's speed, one a measurement, by arm and call.
-Speeds = dict[str, dict[str, list[float]]]
+# When losses are taken: at the end, after an eighth of the steps, or when the fastest arm ends,
+# as the models are and as `torch.compile` makes them.
+Measure = Literal["end", "an eighth of the steps", "equal time", "equal time, compiled"]
+# By those of equal time, what was timed: the column "variant" of SPEEDS.
+TIMED_VARIANTS: dict[Measure, str] = {"equal time": "eager", "equal time, compiled": "compiled"}
+# The shares of pre-norm's speed, one a measurement, by variant, arm and call.
+Speeds = dict[str, dict[str, dict[str, list[float]]]]
 
 
 @cache
@@ -207,8 +210,8 @@ class Study:
         """The losses of an arm's compared runs, by seed; those before the end from their curves."""
         if at == "end":
             return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
-        if at == "equal time":
-            return self._losses_at_equal_time(name)
+        if at in TIMED_VARIANTS:
+            return self._losses_at_equal_time(name, TIMED_VARIANTS[at])
         losses = {}
         for seed, run in self.compared_runs(name).items():
             steps, curve = zip(*run.curve, strict=True)
@@ -233,41 +236,51 @@ class Study:
         best = best_factor(trials)
         return math.isfinite(trials[best]) and not is_limit(best)
 
-    def step_times(self, name: str) -> list[float]:
-        """The training time of a step as a multiple of pre-norm's; one a measurement."""
-        return [1 / share for share in self.speeds.get(name, {}).get("step", [])]
+    def relative_speeds(self, name: str, call: str, variant: str) -> list[float]:
+        """The shares of pre-norm's speed, one a measurement.
 
-    def seed_step_time(self, name: str, seed: int) -> float | None:
+        Args:
+            name: of an arm.
+            call: "step", "forward" or "decode".
+            variant: "eager" or "compiled", which pre-norm is then too.
+        """
+        return self.speeds.get(variant, {}).get(name, {}).get(call, [])
+
+    def step_times(self, name: str, variant: str) -> list[float]:
+        """The training time of a step as a multiple of pre-norm's; one a measurement."""
+        return [1 / share for share in self.relative_speeds(name, "step", variant)]
+
+    def seed_step_time(self, name: str, seed: int, variant: str) -> float | None:
         """The time of a step by one of the measurements, another for each seed.
 
         So the spread over seeds has the spread of the measurements in it. None without any.
         """
-        times = self.step_times(name)
+        times = self.step_times(name, variant)
         return times[seed % len(times)] if times else None
 
-    @cached_property
-    def equal_time(self) -> float | None:
+    def equal_time(self, variant: str) -> float | None:
         """The training time of the fastest arm with a result, in steps of pre-norm."""
         of_runs = []
         for name in self.arms:
-            step_times = self.step_times(name)
+            step_times = self.step_times(name, variant)
             runs = self.runs(name)
             if step_times and 0 in runs:
                 steps, _ = runs[0].curve[-1]
                 of_runs.append(statistics.fmean(step_times) * steps)
         return min(of_runs, default=None)
 
-    def _losses_at_equal_time(self, name: str) -> dict[int, float]:
+    def _losses_at_equal_time(self, name: str, variant: str) -> dict[int, float]:
         """The losses when the fastest arm ends, by seed."""
         losses = {}
+        end = self.equal_time(variant)
         for seed, run in self.compared_runs(name).items():
-            time = self.seed_step_time(name, seed)
-            if time is None or self.equal_time is None:
+            time = self.seed_step_time(name, seed, variant)
+            if time is None or end is None:
                 continue
             steps, curve = zip(*run.curve, strict=True)
             costs = [step * time for step in steps]
             # by this seed's measurement the fastest arm may end a little earlier than by their mean
-            loss = loss_at_cost(costs, curve, min(self.equal_time, costs[-1]))
+            loss = loss_at_cost(costs, curve, min(end, costs[-1]))
             if loss is not None:
                 losses[seed] = loss
         return losses
@@ -305,15 +318,16 @@ def _read_speeds(file: Path, study: str) -> Speeds:
     speeds: Speeds = {}
     for row in read_rows(file):
         if row["study"] == study:
-            of_arm = speeds.setdefault(row["arm"], {})
+            of_arm = speeds.setdefault(row["variant"], {}).setdefault(row["arm"], {})
             for call in ("step", "forward", "decode"):
                 of_arm.setdefault(call, []).append(float(row[f"{call} of PreNorm"]))
     for arm in read_recipe().arms:
         is_same_model = all(
             GROUP_OF_OPTION[option] is OptimizationSettings for option in arm.options
         )
-        if arm.name not in speeds and is_same_model and arm.connection in speeds:
-            speeds[arm.name] = speeds[arm.connection]
+        for of_variant in speeds.values():
+            if arm.name not in of_variant and is_same_model and arm.connection in of_variant:
+                of_variant[arm.name] = of_variant[arm.connection]
     return speeds
 
 

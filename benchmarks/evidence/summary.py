@@ -17,30 +17,39 @@ from benchmarks.evidence.studies import (
 from benchmarks.evidence.tables import (
     NO_BREAK,
     Cells,
-    arm_cells,
     difference_to_baseline,
     format_difference,
+    format_speed,
 )
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
 from crosslayer.spec import connection_name
 
 TIMES = f"×{NO_BREAK}"
+SpeedSource = tuple[str, str, str]
 # By tokens a parameter and the factor of the embeddings: which study's losses, and when they are
 # read.
 LOSS_COLUMNS: dict[str, tuple[str, Measure]] = {
     f"20 tokens, {TIMES}1": (TWENTY_TOKENS_STUDY, "end"),
-    f"20 tokens, {TIMES}1, equal time": (TWENTY_TOKENS_STUDY, "equal time"),
+    f"20 tokens, {TIMES}1, equal time": (TWENTY_TOKENS_STUDY, "equal time, compiled"),
     f"20 tokens, {TIMES}50": (TWENTY_TOKENS_SCALED, "end"),
     f"0.2 tokens, {TIMES}1": (UNSCALED + FIRST_STUDY, "end"),
     f"0.2 tokens, {TIMES}50": (FIRST_STUDY, "end"),
-    f"0.2 tokens, {TIMES}50, equal time": (FIRST_STUDY, "equal time"),
 }
 # The same on the page of a connection.
 PAGE_COLUMNS: dict[str, tuple[str, Measure]] = {
     **{name: LOSS_COLUMNS[name] for name in LOSS_COLUMNS if "equal time" not in name},
     "smaller model": (SMALL_STUDY, "end"),
 }
-SPEED_COLUMNS = {"training speed": "training", "decoding speed": "decoding"}
+# Of whose models, of which call, and of which variant each speed is.
+SPEED_COLUMNS: dict[str, SpeedSource] = {
+    "training speed": (TWENTY_TOKENS_STUDY, "step", "compiled"),
+    "decoding speed": (TWENTY_TOKENS_STUDY, "decode", "compiled"),
+    "training speed, not compiled": (TWENTY_TOKENS_STUDY, "step", "eager"),
+}
+PAGE_SPEED_COLUMNS: dict[str, SpeedSource] = {
+    "training speed": (FIRST_STUDY, "step", "eager"),
+    "decoding speed": (FIRST_STUDY, "decode", "eager"),
+}
 INITIAL_STD = 0.02  # of Llama's weights
 
 
@@ -51,7 +60,8 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     for name in arms:
         if not study.runs(name):
             continue
-        rows.append({"connection": f"`{name}`"} | _summary_cells(studies, name, LOSS_COLUMNS))
+        cells = _summary_cells(studies, name, LOSS_COLUMNS, SPEED_COLUMNS)
+        rows.append({"connection": f"`{name}`"} | cells)
     return f"{markdown_table(tuple(rows[0]), rows)}\n\n{_describe_models(studies)}"
 
 
@@ -64,22 +74,26 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
         for arm in read_recipe().arms:
             is_run = any(study.runs(arm.name) for study in known)
             if is_run and connection_name(arm.connection) == connection:
-                rows.append({"arm": arm.name} | _summary_cells(studies, arm.name, PAGE_COLUMNS))
+                cells = _summary_cells(studies, arm.name, PAGE_COLUMNS, PAGE_SPEED_COLUMNS)
+                rows.append({"arm": arm.name} | cells)
         tables[connection] = markdown_table(tuple(rows[0]), rows) if rows else ""
     return tables
 
 
 def _summary_cells(
-    studies: Mapping[str, Study], name: str, columns: Mapping[str, tuple[str, Measure]]
+    studies: Mapping[str, Study],
+    name: str,
+    columns: Mapping[str, tuple[str, Measure]],
+    speed_columns: Mapping[str, SpeedSource],
 ) -> Cells:
     """The losses and speeds of an arm, by the names of the columns."""
     cells = {
         column: _summary_loss(studies.get(source), name, at)
         for column, (source, at) in columns.items()
     }
-    of_arm = arm_cells(studies[FIRST_STUDY], name)
-    for column, speed in SPEED_COLUMNS.items():
-        cells[column], _, _ = of_arm[speed].partition(" ± ")
+    for column, (source, call, variant) in speed_columns.items():
+        speed = format_speed(studies.get(source), name, call, variant)
+        cells[column], _, _ = speed.partition(" ± ")
     return cells
 
 
@@ -112,8 +126,9 @@ def _describe_models(studies: Mapping[str, Study]) -> str:
         "has its own best learning rate, found with seed 0 among rates a factor of 2 apart; means "
         "of three or five seeds. Equal time: the losses when the fastest connection has finished. "
         "The learning rates of the others are still falling then, so they look worse. Speeds are "
-        "multiples of pre-norm's in the model of 8 layers, on one CPU core in float32, without "
-        "fused kernels; models of one architecture differ by up to 0.14."
+        "multiples of pre-norm's in the model of 6 layers, on one CPU core in float32, without "
+        "crosslayer's kernels, which need a GPU. All models are compiled with `torch.compile` "
+        "there, unless the column says that they are not."
     )
 
 

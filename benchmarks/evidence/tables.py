@@ -17,6 +17,7 @@ from benchmarks.evidence.studies import (
     FIRST_STUDY,
     NOVELS_STUDY,
     SMALL_STUDY,
+    TIMED_VARIANTS,
     TWENTY_TOKENS_STUDY,
     UNSCALED,
     Measure,
@@ -43,24 +44,20 @@ LOSS_COLUMNS = (
     *("arm", "parameters", "rate", STARTING_RATE, "seeds", "loss, best rate"),
     *("vs prenorm", "verdict"),
 )
-COST_COLUMNS = (
-    *("arm", "training", "forward", "decoding", "loss at equal time"),
-    "vs prenorm at equal time",
-)
+COST_CALLS = {"training": "step", "forward": "forward", "decoding": "decode"}
+COST_COLUMNS = ("arm", *COST_CALLS, "loss at equal time", "vs prenorm at equal time")
+# Before the table of each measure at equal time.
+COST_TITLES: dict[Measure, str] = {
+    "equal time": "Shares of pre-norm's speed, not compiled:",
+    "equal time, compiled": "Compiled, pre-norm too:",
+}
 Cells = dict[str, str]
 
 
 def arm_cells(study: Study, name: str) -> Cells:
-    """All that is known of an arm, by the names of the columns."""
-    speeds = study.speeds.get(name, {})
-    cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), NOT_KNOWN)
+    """The sizes and the losses of an arm, by the names of the columns."""
+    cells = dict.fromkeys(LOSS_COLUMNS, NOT_KNOWN)
     cells |= {"arm": name, "loss, best rate": NOT_RUN}
-    for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
-        of_call = speeds.get(call)
-        if name == BASELINE and of_call:
-            cells[column] = "1"
-        else:
-            cells[column] = format_mean_std(mean_and_std(of_call), ".2f") if of_call else NOT_RUN
     runs = study.runs(name)
     if not runs:
         return cells
@@ -73,16 +70,35 @@ def arm_cells(study: Study, name: str) -> Cells:
     final = [run.valid_loss for run in runs.values()]
     cells["seeds"] = str(len(final))
     cells["loss, best rate"] = format_mean_std(mean_and_std(final), ".4f")
-    early = list(study.losses(name, "equal time").values())
-    if early:
-        cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
     difference = difference_to_baseline(study, name)
     cells["vs prenorm"] = format_interval(difference)
     if difference is not None:
         cells["verdict"] = judge_difference(difference)
-    at_equal_time = difference_to_baseline(study, name, "equal time")
-    cells["vs prenorm at equal time"] = format_interval(at_equal_time)
     return cells
+
+
+def cost_cells(study: Study, name: str, at: Measure) -> Cells:
+    """The speeds of an arm and its losses at equal time, by the names of the columns."""
+    variant = TIMED_VARIANTS[at]
+    cells = {"arm": name}
+    for column, call in COST_CALLS.items():
+        cells[column] = format_speed(study, name, call, variant)
+    early = list(study.losses(name, at).values())
+    cells["loss at equal time"] = (
+        format_mean_std(mean_and_std(early), ".4f") if early else NOT_KNOWN
+    )
+    cells["vs prenorm at equal time"] = format_interval(difference_to_baseline(study, name, at))
+    return cells
+
+
+def format_speed(study: Study | None, name: str, call: str, variant: str) -> str:
+    """The share of pre-norm's speed, like "0.79 ± 0.01"."""
+    if study is None:
+        return NOT_RUN
+    shares = study.relative_speeds(name, call, variant)
+    if name == BASELINE and shares:
+        return "1"
+    return format_mean_std(mean_and_std(shares), ".2f") if shares else NOT_RUN
 
 
 def _format_first_trial(study: Study, name: str) -> str:
@@ -138,8 +154,10 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
     finished = [name for name in [*names, *extra] if study.runs(name)]
     rows = [arm_cells(study, name) for name in finished]
     tables = [markdown_table(LOSS_COLUMNS, rows)]
-    if plan.speeds:
-        tables.append(markdown_table(COST_COLUMNS, rows))
+    for at, title in COST_TITLES.items():
+        if TIMED_VARIANTS[at] in study.speeds:
+            costs = [cost_cells(study, name, at) for name in finished]
+            tables += [title, markdown_table(COST_COLUMNS, costs)]
     notes = [*_arms_notes(study), f"```sh\n{plan.command}\n```"]
     missing = [name for name in names if name not in finished]
     if missing:

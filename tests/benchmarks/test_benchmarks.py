@@ -93,6 +93,22 @@ def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
     assert rows[0]["command"].startswith(f"python -m benchmarks {name} --out")
 
 
+@pytest.mark.slow
+def test_compiled_arms_are_rows_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.arms.MEASUREMENTS", 1)
+    words = ["arms", "--study", "tokens-20-tiny", "--arms", "hyper", "--out", str(tmp_path)]
+    for variants in (["eager"], ["compiled"], ["eager", "compiled"]):
+        options = ["--variants", *variants, "--rounds", "1", "--seconds", "0"]
+        assert command_line.main([*words, *options]) == 0
+    rows = read_rows(tmp_path / "arms.csv")
+    assert [row["variant"] for row in rows] == ["eager", "compiled"]
+    eager, compiled = rows
+    for call in ("step", "forward", "decode"):
+        assert eager[f"{call} ms"] != compiled[f"{call} ms"]
+        assert 0 < float(compiled[f"{call} of PreNorm"])
+    assert not eager["note"] and not compiled["note"]
+
+
 def test_an_unknown_arm_is_not_finished_work(tmp_path, capsys):
     assert command_line.main(["arms", "--arms", "muddd", "--out", str(tmp_path)]) == 1
     printed, error = capsys.readouterr()
