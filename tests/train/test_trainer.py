@@ -1032,6 +1032,15 @@ def test_compiled(text, compile, arm, layers, monkeypatch):
     assert not counted["graph_break"] and not counted["recompile_limit"]
 
 
+@pytest.mark.parametrize(("evals", "is_known"), [(1, False), (2, True)])
+def test_an_evaluation_that_compiles_is_not_timed(text, monkeypatch, evals, is_known):
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # how long it takes does not matter
+    settings = {"data": text, "steps": 2, "evals": evals}
+    assert run(settings, "prenorm")["result"]["inference_speed"] > 0
+    found = run({**settings, "compile": "model"}, "prenorm")["result"]
+    assert (found["inference_speed"] is not None) == is_known
+
+
 def test_bf16_bodies_keep_float32_connections(text, tmp_path):
     run({"data": text, "precision": "bf16-true"}, "mudd", tmp_path)
     from safetensors.torch import load_file

@@ -56,7 +56,8 @@ class RunState:
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
-        inference_speed: examples per second over all ranks, in the fastest evaluation.
+        inference_speed: examples per second over all ranks, in the fastest evaluation that did not
+            compile; 0 before any.
         unevaluated: the `StepResult` of the last step, where the run was stopped before the end of
             the evaluation that follows it; else None.
         method_code: `code_digest` of the connection when the run began; empty where that was not
@@ -136,7 +137,7 @@ class RunResult:
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
         inference_speed: examples per second over all ranks, in the fastest evaluation; None in
-            older results.
+            older results, and where each evaluation compiled.
         method_code: `code_digest` of the connection when the run began; empty in older results.
         execution: `EXECUTION_OPTIONS` with their values, and the number of "processes", which older
             results lack; empty in still older ones.

@@ -168,6 +168,7 @@ class Trainer:
                 loss = self.task.loss(self.fabric.to_device(prepared), batch)
             let_ddp_skip_parameters(self.fabric, model, loss)
         self.module = self.fabric.setup_module(prepared)
+        self._next_evaluation_compiles = self.settings.engine.compile != "none"
         previous = self.optimizers
         self.optimizers = build_optimizers(model, self.settings.optimization)
         states = {p: state for optimizer in previous for p, state in optimizer.state.items()}
@@ -376,8 +377,10 @@ class Trainer:
                     should_stop,
                 )
             speed = sum(map(len, self._eval_indices.values())) / (time.perf_counter() - start)
-            # Keep the fastest: the first may compile, and other work may delay the others.
-            self.state.inference_speed = max(self.state.inference_speed, speed)
+            # Keep the fastest, as other work may delay the others.
+            if not self._next_evaluation_compiles:
+                self.state.inference_speed = max(self.state.inference_speed, speed)
+            self._next_evaluation_compiles = False
         for name, metrics in evaluation.items():
             loss = metrics["loss"]
             if not math.isfinite(loss):
@@ -415,7 +418,7 @@ class Trainer:
             curve=[[step, valid[first]["loss"]] for step, valid in self.state.curve],
             skipped=self.state.skipped,
             seconds=self.state.seconds,
-            inference_speed=self.state.inference_speed,
+            inference_speed=self.state.inference_speed or None,
             method_code=self.state.method_code,
             execution={
                 **{name: getattr(self.settings.engine, name) for name in EXECUTION_OPTIONS},
