@@ -105,7 +105,7 @@ def test_compiled_arms_are_rows_of_their_own(tmp_path, monkeypatch):
     eager, compiled = rows
     for call in ("step", "forward", "decode"):
         assert eager[f"{call} ms"] != compiled[f"{call} ms"]
-        assert 0 < float(compiled[f"{call} of PreNorm"])
+        assert float(compiled[f"{call} of PreNorm"]) > 0
     assert not eager["note"] and not compiled["note"]
 
 

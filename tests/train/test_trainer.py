@@ -132,6 +132,20 @@ def test_a_resumed_run_has_the_speed_of_its_checkpoint_while_it_warms_up(text, m
     assert speeds(halves) == [tokens / 8, tokens / 5, tokens / 4, tokens / 1, tokens / 2]
 
 
+def test_the_seconds_of_training_are_without_compilation(text, monkeypatch):
+    """The steps that warm up count as much as the first one after them."""
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    seconds = {}
+    for compile in ("none", "model"):
+        trainer = make_trainer(text, "prenorm", compile=compile)
+        trainer.state.seconds = 10.0  # of a run that is resumed
+        clock = iter([0.0, 80.0, 0.0, 2.0, 0.0, 4.0, 0.0, 1.0, 0.0, 3.0])
+        fake_time = types.SimpleNamespace(perf_counter=lambda: next(clock))
+        monkeypatch.setattr("crosslayer.train.trainer.time", fake_time)
+        seconds[compile] = [trainer.step().seconds for _ in range(5)]
+    assert seconds == {"none": [90, 92, 96, 97, 100], "model": [10, 10, 10, 14, 17]}
+
+
 def test_a_run_that_goes_on_with_other_code_says_so(text, tmp_path, monkeypatch):
     settings = {"data": text, "save_every": 3}
     run(settings, "hyper", tmp_path / "run", stop=5)

@@ -277,7 +277,7 @@ def prepare_model(model: Any, engine: EngineSettings) -> Any:
     layers = wiring.find_layers(backbone)
     # Each layer of a dense method has another graph, as its state has another number of tensors.
     # Training and evaluation have one each, and one more as soon as a shape changes.
-    reset_compiler(graphs=4 * len(layers))
+    reset_compiler(graphs=8 * len(layers))
     run_backward_without_autocast()
     if engine.compile == "model":
         return torch.compile(model)

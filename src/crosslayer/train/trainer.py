@@ -46,7 +46,7 @@ from .signals import StopSignals
 from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask
 from .weight_averages import averaged_weights
 
-_WARM_UP_STEPS = 3  # of a process, which are slower
+_WARM_UP_STEPS = 3  # of a process, which are slower, or compile
 _TIMED_STEPS = 200  # whose median duration tells the speed
 
 
@@ -319,7 +319,11 @@ class Trainer:
             micro_batches = self.fabric.world_size * self.settings.engine.accumulate
             units = self.task.count_units(self.last_batch) * micro_batches
             self.state.tokens_per_second = units / seconds
-        self.state.seconds += duration
+        compiles = self.settings.engine.compile != "none"
+        if not (compiles and is_first):
+            self.state.seconds += duration
+        if compiles and len(self._durations) == 1:  # without compiling, as long for each before it
+            self.state.seconds += _WARM_UP_STEPS * duration
         return seconds
 
     def _mean_duration(self) -> float:
