@@ -3,6 +3,7 @@ of it.
 """
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     ColPaliConfig,
     ColPaliForRetrieval,
+    GPTNeoXConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -77,6 +79,16 @@ class TestSavedConfig:
         assert is_connected(loaded)
         assert loaded.config.model_type == "llama"
         assert not hasattr(loaded.config, "auto_map")
+
+    def test_only_another_host_gets_a_warning_of_its_type(self, folder, caplog, monkeypatch):
+        logger = logging.getLogger("transformers.configuration_utils")
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        monkeypatch.setattr(logger, "level", logging.WARNING)
+        LlamaForCausalLM.from_pretrained(folder)
+        assert not caplog.messages
+        GPTNeoXConfig.from_pretrained(folder)
+        (message,) = caplog.messages
+        assert "`crosslayer-llama` to instantiate a model of type `gpt_neox`" in message
 
     def test_a_host_config_called_by_name_is_saved_as_it_was_read(self, folder):
         type(llama().config).from_pretrained(folder).save_pretrained(folder / "again")

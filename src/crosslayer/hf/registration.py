@@ -10,13 +10,15 @@ by name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still l
 weights there, and report the others as unexpected.
 
 Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
-with `AutoConfig`, and patches five methods for which transformers has no registration. diffusers
-gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model. PEFT's
-are in `adapters`.
+with `AutoConfig`, patches five methods for which transformers has no registration, and filters one
+warning. diffusers gets one patch, if it is imported already or as soon as crosslayer meets a
+diffusers model. PEFT's are in `adapters`.
 """
 
 import functools
 import json
+import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,13 @@ _REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to
 
 from crosslayer.hf import SavedConfig  # noqa: F401
 '''
+
+
+# transformers' warning where a class of a host, like `LlamaConfig`, reads a saved connected model
+_TYPES_DIFFER = re.compile(
+    rf"You are using a model of type `{MODEL_TYPE_PREFIX}(?P<saved>\S+)` to instantiate a model of "
+    r"type `(?P=saved)`"
+)
 
 
 class SavedConfig:
@@ -88,6 +97,7 @@ def register_with_transformers() -> None:
     # transformers has no hook between building a model and quantising it.
     quantising = _quantise_fused_projections(HfQuantizer.preprocess_model)
     HfQuantizer.preprocess_model = quantising
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_no_warning_of_the_host)
     register_with_imported_peft()
     if "diffusers" in sys.modules:
         register_with_diffusers()
@@ -104,6 +114,11 @@ def register_with_diffusers() -> None:
     # diffusers has no registry of models, nor a hook between building one and loading weights.
     from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
     ConfigMixin.from_config = classmethod(from_config)
+
+
+def _is_no_warning_of_the_host(record: logging.LogRecord) -> bool:
+    """False for the warning that a host's class may not fit its own saved connected model."""
+    return _TYPES_DIFFER.match(record.getMessage()) is None
 
 
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
