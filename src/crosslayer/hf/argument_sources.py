@@ -46,7 +46,7 @@ def find_argument_sources(layer: nn.Module, call: TracedCall) -> ArgumentSources
             if name.endswith("]"):  # of *args
                 raise ValueError(
                     f"its {call.path} takes {value!r} through *args, where it has no name; wrap "
-                    "modules after connecting, or name the argument"
+                    "and compile modules after connecting, or name the argument"
                 )
             sources.append((name, value.name))
         elif isinstance(value, OtherOutput) and not name.endswith("]"):
