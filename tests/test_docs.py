@@ -79,6 +79,24 @@ def test_tables_are_whole():
                 assert re.fullmatch(r"[|: -]+", rows[1] if rows[1:] else ""), rows[0]
 
 
+def github_anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings on GitHub, which keeps a hyphen for each space.
+
+    mkdocs, which has a hyphen for spaces that follow each other, checks the links of the site.
+    """
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf8"), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading).lower() for heading in headings]
+    return {text.replace(" ", "-") for text in words}
+
+
+def test_links_to_headings_work_on_github():
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+        for file, anchor in re.findall(r"\]\(([\w./-]*)#([^)\s]+)\)", page.read_text("utf8")):
+            target = (page.parent / file).resolve() if file else page
+            if target.suffix == ".md":
+                assert anchor in github_anchors(target), f"{page.name}: {file}#{anchor}"
+
+
 def test_no_item_is_within_another():
     """As where the lines of a list were joined."""
     for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
