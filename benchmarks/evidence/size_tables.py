@@ -99,7 +99,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
         if plan.name in studies
     }
     baseline = [_compute_and_losses(study, BASELINE) for study in columns.values()]
-    if len(baseline) < 2:
+    if sum(1 for computes, _ in baseline if computes) < 2:
         return ""
     computes, losses = zip(*baseline, strict=True)
     law = fit_power_law(list(chain(*computes)), list(chain(*losses)))
@@ -115,13 +115,13 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
 def _multiplier_cell(law: PowerLaw, study: Study, name: str) -> str:
     computes, losses = _compute_and_losses(study, name)
     if not computes:
-        return NOT_RUN
+        return NOT_KNOWN if study.runs(name) else NOT_RUN
     found = estimate_multiplier(law, computes, losses)
     return f"{found.value:.2f} × ({found.low:.2f} to {found.high:.2f})"
 
 
 def _compute_and_losses(study: Study, name: str) -> tuple[list[float], list[float]]:
-    """The compute of each run of an arm, and its loss."""
-    runs = study.runs(name).values()
+    """The compute of each compared run of an arm, and its loss."""
+    runs = study.compared_runs(name).values()
     computes = [float(FLOPS_PER_PARAMETER * run.parameters * study.tokens) for run in runs]
     return computes, [run.valid_loss for run in runs]
