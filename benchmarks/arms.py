@@ -19,7 +19,6 @@ from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
 from benchmarks.step import training_step
 from benchmarks.timing import WARMUP_CALLS, Calls, Timer, ratio_or_none, time_interleaved
-from crosslayer.compilation import reset_compiler
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.task import build_model
 from crosslayer.validation import did_you_mean
@@ -33,7 +32,6 @@ COLUMNS = (
 )
 TOKENS_PER_CALL = 8  # of decoding
 MEASUREMENTS = 3  # of each arm
-GRAPHS = 16  # of two models, each with a step, a forward pass and decoding
 
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:
@@ -51,9 +49,10 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     measured = Counter(
         (row["arm"], row["variant"]) for row in settings.earlier_rows if row["study"] == plan.name
     )
+    variants = [variant for variant in ("eager", "compiled") if variant in settings.variants]
     for number in range(MEASUREMENTS):
         for arm in arms:
-            for variant in settings.variants:
+            for variant in variants:
                 if measured[arm.name, variant] <= number:
                     row = _measure_arm(plan.recipe, arm, variant, settings)
                     yield {"study": plan.name} | row
@@ -64,8 +63,6 @@ def _measure_arm(recipe: Recipe, arm: Arm, variant: str, settings: BenchmarkSett
         row.name: functools.partial(build_calls, recipe, row, variant, settings)
         for row in (Arm.from_row("prenorm"), arm)
     }
-    if variant == "compiled":
-        reset_compiler(graphs=GRAPHS)
     timer = Timer(settings.torch_device)
     timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
     of_arm = timings[arm.name]
@@ -92,8 +89,8 @@ def build_calls(recipe: Recipe, arm: Arm, variant: str, settings: BenchmarkSetti
     """The calls of one arm, of models with random weights."""
     is_compiled = variant == "compiled"
     device = settings.torch_device
-    if is_compiled:
-        recipe = replace(recipe, overrides={**recipe.overrides, "compile": settings.compile})
+    compiled_part = settings.compile if is_compiled else "none"
+    recipe = replace(recipe, overrides={**recipe.overrides, "compile": compiled_part})
     train_settings = recipe.settings(arm)
     data = train_settings.data
     vocab = train_settings.model.vocab

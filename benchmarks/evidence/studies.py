@@ -313,7 +313,8 @@ def _read_results(file: Path) -> ComparisonResults:
 def _read_speeds(file: Path, study: str) -> Speeds:
     """The speeds of a study's arms, as shares of pre-norm's.
 
-    An arm that differs from another in the optimizer alone need not be measured.
+    An arm that differs from another in the optimizer alone need not be measured. A variant that
+    fewer arms were measured with than another is left out, as a measurement may be unfinished.
     """
     speeds: Speeds = {}
     for row in read_rows(file):
@@ -328,7 +329,8 @@ def _read_speeds(file: Path, study: str) -> Speeds:
         for of_variant in speeds.values():
             if arm.name not in of_variant and is_same_model and arm.connection in of_variant:
                 of_variant[arm.name] = of_variant[arm.connection]
-    return speeds
+    most = max(map(len, speeds.values()), default=0)
+    return {variant: of_arms for variant, of_arms in speeds.items() if len(of_arms) == most}
 
 
 def merge_results(parts: dict[str, ComparisonResults]) -> ComparisonResults:

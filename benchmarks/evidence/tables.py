@@ -49,7 +49,7 @@ COST_COLUMNS = ("arm", *COST_CALLS, "loss at equal time", "vs prenorm at equal t
 # Before the table of each measure at equal time.
 COST_TITLES: dict[Measure, str] = {
     "equal time": "Shares of pre-norm's speed, not compiled:",
-    "equal time, compiled": "Compiled, pre-norm too:",
+    "equal time, compiled": "Shares of pre-norm's speed, all compiled:",
 }
 Cells = dict[str, str]
 

@@ -95,18 +95,23 @@ def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_compiled_arms_are_rows_of_their_own(tmp_path, monkeypatch):
+    """A step, a forward pass and decoding of pre-norm and of the arm, whatever the study says."""
     monkeypatch.setattr("benchmarks.arms.MEASUREMENTS", 1)
-    words = ["arms", "--study", "tokens-20-tiny", "--arms", "hyper", "--out", str(tmp_path)]
+    compiled = []
+
+    def compile_eagerly(model, **options):
+        compiled.append(type(model).__name__)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    words = ["arms", "--study", "tokens-20-large", "--arms", "hyper", "--out", str(tmp_path)]
+    numbers = []
     for variants in (["eager"], ["compiled"], ["eager", "compiled"]):
         options = ["--variants", *variants, "--rounds", "1", "--seconds", "0"]
         assert command_line.main([*words, *options]) == 0
-    rows = read_rows(tmp_path / "arms.csv")
-    assert [row["variant"] for row in rows] == ["eager", "compiled"]
-    eager, compiled = rows
-    for call in ("step", "forward", "decode"):
-        assert eager[f"{call} ms"] != compiled[f"{call} ms"]
-        assert float(compiled[f"{call} of PreNorm"]) > 0
-    assert not eager["note"] and not compiled["note"]
+        numbers.append(len(compiled))
+    assert numbers == [0, 6, 6]
+    assert [row["variant"] for row in read_rows(tmp_path / "arms.csv")] == ["eager", "compiled"]
 
 
 def test_an_unknown_arm_is_not_finished_work(tmp_path, capsys):

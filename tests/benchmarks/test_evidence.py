@@ -15,6 +15,7 @@ from benchmarks.evidence.holm import p_value, remaining_after_holm
 from benchmarks.evidence.overview import overview_figure
 from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
 from benchmarks.evidence.rates import rate_figure, rate_table
+from benchmarks.evidence.size_tables import multiplier_table
 from benchmarks.evidence.studies import (
     RECIPE,
     read_parts,
@@ -118,9 +119,30 @@ def test_the_picture_of_all_settings(planted):
 
 
 def test_arms_of_one_model_share_a_speed(planted):
+    assert planted["short"].speeds.keys() == {"eager", "compiled"}
     for speeds in planted["short"].speeds.values():
         assert speeds["mudd rate 0.1"] == speeds["mudd"]
         assert "prenorm deeper" not in speeds and "one-way MUDD" not in speeds
+
+
+def test_a_variant_that_has_not_been_measured_for_all_arms_has_no_speeds(tmp_path):
+    write_speeds(tmp_path / "arms.csv", {"prenorm": [1], "mudd": [0.8]})
+    lines = (tmp_path / "arms.csv").read_text().splitlines()
+    (tmp_path / "arms.csv").write_text("\n".join(lines[:-1]) + "\n")  # without MUDD, compiled
+    take_over(write_results(tmp_path / "run", MAIN), tmp_path / "docs")
+    study = read_studies(tmp_path / "docs", tmp_path / "arms.csv")["short"]
+    assert study.speeds.keys() == {"eager"} and study.equal_time("compiled") is None
+
+
+def test_a_size_whose_search_has_not_ended_has_no_multiplier(planted):
+    (part,) = (part for part in read_parts() if part.title == "Size, with tokens in proportion")
+    small = planted["size-small"]
+    assert multiplier_table(part, planted).count("×") > 2
+    runs = [run for run in small.comparison.results.runs if run.arm != "prenorm at 4 × lr"]
+    results = replace(small.comparison.results, runs=runs)
+    unfinished = replace(small, comparison=Comparison.from_results(results, Path()))
+    found = multiplier_table(part, {**planted, small.plan.name: unfinished})
+    assert found == "", "one size alone has no power law"
 
 
 def test_tables_of_planted_results(planted):

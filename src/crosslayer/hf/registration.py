@@ -97,7 +97,7 @@ def register_with_transformers() -> None:
     # transformers has no hook between building a model and quantising it.
     quantising = _quantise_fused_projections(HfQuantizer.preprocess_model)
     HfQuantizer.preprocess_model = quantising
-    logging.getLogger("transformers.configuration_utils").addFilter(_is_no_warning_of_the_host)
+    logging.getLogger("transformers.configuration_utils").addFilter(_keeps_record)
     register_with_imported_peft()
     if "diffusers" in sys.modules:
         register_with_diffusers()
@@ -116,7 +116,7 @@ def register_with_diffusers() -> None:
     ConfigMixin.from_config = classmethod(from_config)
 
 
-def _is_no_warning_of_the_host(record: logging.LogRecord) -> bool:
+def _keeps_record(record: logging.LogRecord) -> bool:
     """False for the warning that a host's class may not fit its own saved connected model."""
     return _TYPES_DIFFER.match(record.getMessage()) is None
 

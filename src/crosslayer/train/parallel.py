@@ -276,7 +276,8 @@ def prepare_model(model: Any, engine: EngineSettings) -> Any:
     backbone, wiring = find_backbone(model)
     layers = wiring.find_layers(backbone)
     # Each layer of a dense method has another graph, as its state has another number of tensors.
-    # Training and evaluation have one each, and one more as soon as a shape changes.
+    # Training and evaluation have one each, and one more as soon as a shape changes. A batch of
+    # one example and `inference_mode` need further ones.
     reset_compiler(graphs=8 * len(layers))
     run_backward_without_autocast()
     if engine.compile == "model":

@@ -24,8 +24,8 @@ class StepResult:
         tokens_per_second: (or images, …) over all ranks, from the median time of the last steps.
         mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
         memory: the run's peak so far on a GPU, else the process's, in bytes.
-        seconds: of training so far, without evaluation and compilation; 0 while only steps that
-            compile have been made.
+        seconds: of training so far, without evaluation. Where the model is compiled, the first
+            steps of a process count as much as the next one, and not before it.
         seconds_left: until the last step, by the mean time of the last steps, without evaluation.
         epoch: passes over the training data so far.
         evaluation: metrics of each validation set, if the step was followed by an evaluation.
@@ -55,7 +55,7 @@ class RunState:
         running_loss: exponential moving average of the training loss.
         recent_losses: of the last `RECENT_STEPS` steps, without those whose batch was skipped.
         skipped: steps whose batch was skipped.
-        seconds: of training, without evaluation and compilation.
+        seconds: of training, without evaluation and the compilation of a process's first steps.
         tokens_per_second: (or images, …) over all ranks.
         inference_speed: examples per second over all ranks, in the fastest evaluation that did not
             compile; 0 before any.
@@ -136,7 +136,7 @@ class RunResult:
         train_loss: of the last step.
         curve: (step, loss of the first validation set) of every evaluation.
         skipped: steps whose batch was skipped.
-        seconds: of training, without evaluation and compilation.
+        seconds: of training, without evaluation and the compilation of a process's first steps.
         inference_speed: examples per second over all ranks, in the fastest evaluation; None in
             older results, and where each evaluation compiled.
         method_code: `code_digest` of the connection when the run began; empty in older results.

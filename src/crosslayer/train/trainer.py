@@ -322,7 +322,8 @@ class Trainer:
         compiles = self.settings.engine.compile != "none"
         if not (compiles and is_first):
             self.state.seconds += duration
-        if compiles and len(self._durations) == 1:  # without compiling, as long for each before it
+        # Without compilation each of the first steps would have taken as long as the next one.
+        if compiles and len(self._durations) == 1:
             self.state.seconds += _WARM_UP_STEPS * duration
         return seconds
 
