@@ -158,6 +158,9 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
         if TIMED_VARIANTS[at] in study.speeds:
             costs = [cost_cells(study, name, at) for name in finished]
             tables += [title, markdown_table(COST_COLUMNS, costs)]
+            tested, remaining = corrected_arms(study, at)
+            if tested > 1:
+                tables.append(f"With Holm's correction for these {tested} arms {remaining}.")
     notes = [*_arms_notes(study), f"```sh\n{plan.command}\n```"]
     missing = [name for name in names if name not in finished]
     if missing:
@@ -196,11 +199,11 @@ def _arms_notes(study: Study) -> list[str]:
     return notes
 
 
-def corrected_arms(study: Study) -> tuple[int, str]:
+def corrected_arms(study: Study, at: Measure = "end") -> tuple[int, str]:
     """The number of arms with an interval, and which of them differ with Holm's correction for it,
     in words.
     """
-    differences = {name: estimate_difference(study, name) for name in study.arms}
+    differences = {name: estimate_difference(study, name, at) for name in study.arms}
     remaining, tested = remaining_after_holm(differences)
     return tested, _count_remaining(remaining)
 
