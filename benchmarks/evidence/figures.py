@@ -25,7 +25,7 @@ MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "resi_dual", BASE
 LOSS = "validation loss (nats a token)"
 DIFFERENCE = "loss minus pre-norm's (nats a token)"
 TOKENS = "training tokens (millions)"
-TIMES = {
+TIME_AXES = {
     "eager": "training time (pre-norm's run = 1)",
     "compiled": "training time, compiled (pre-norm's run = 1)",
 }
@@ -86,7 +86,7 @@ def study_figures(study: Study) -> dict[str, Figure]:
         of_step = study.seed_step_time(name, seed, variant)
         return None if of_step is None else step * of_step / last_step
 
-    costs: list[tuple[str, CostAtStep]] = [(TOKENS, tokens), (TIMES[variant], time)]
+    costs: list[tuple[str, CostAtStep]] = [(TOKENS, tokens), (TIME_AXES[variant], time)]
     figures = {}
     for file, unit, make_lines, finish in (
         ("curves", LOSS, _loss_lines, focus_on_end),

@@ -24,8 +24,8 @@ class StepResult:
         tokens_per_second: (or images, …) over all ranks, from the median time of the last steps.
         mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
         memory: the run's peak so far on a GPU, else the process's, in bytes.
-        seconds: of training so far, without evaluation. Where the model is compiled, the first
-            steps of a process count as much as the next one, and not before it.
+        seconds: of training so far, without evaluation. Where the model is compiled, each of a
+            process's first steps counts as much as the step after them, once that has been made.
         seconds_left: until the last step, by the mean time of the last steps, without evaluation.
         epoch: passes over the training data so far.
         evaluation: metrics of each validation set, if the step was followed by an evaluation.
