@@ -160,7 +160,9 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
             tables += [title, markdown_table(COST_COLUMNS, costs)]
             tested, remaining = corrected_arms(study, at)
             if tested > 1:
-                tables.append(f"With Holm's correction for these {tested} arms {remaining}.")
+                tables.append(
+                    f"At equal time, with Holm's correction for {tested} arms, {remaining}."
+                )
     notes = [*_arms_notes(study), f"```sh\n{plan.command}\n```"]
     missing = [name for name in names if name not in finished]
     if missing:
