@@ -116,8 +116,9 @@ def test_a_resumed_run_has_the_speed_of_its_checkpoint_while_it_warms_up(text, m
     def speeds(trainer):
         clock = iter([0.0, 8.0, 0.0, 2.0, 0.0, 4.0, 0.0, 1.0, 0.0, 3.0])  # starts and ends of steps
         fake_time = types.SimpleNamespace(perf_counter=lambda: next(clock))
-        monkeypatch.setattr("crosslayer.train.trainer.time", fake_time)
-        return [trainer.step().tokens_per_second for _ in range(5)]
+        with monkeypatch.context() as patch:
+            patch.setattr("crosslayer.train.trainer.time", fake_time)
+            return [trainer.step().tokens_per_second for _ in range(5)]
 
     trainer = make_trainer(text, "prenorm")
     trainer.state.step = 4
@@ -125,25 +126,33 @@ def test_a_resumed_run_has_the_speed_of_its_checkpoint_while_it_warms_up(text, m
     tokens = trainer.task.count_units(next(trainer.training_batches(0)))
     # The first three steps warm up; then the median of the others.
     assert speeds(trainer) == [123.0, 123.0, 123.0, tokens / 1, tokens / 2]
-    # A fresh run has no other speed: the median of the steps so far.
+    # A fresh run has no other speed: the fastest of the steps so far.
     fresh = make_trainer(text, "prenorm")
-    assert speeds(fresh) == [tokens / 8, tokens / 5, tokens / 4, tokens / 1, tokens / 2]
+    assert speeds(fresh) == [tokens / 8, tokens / 2, tokens / 2, tokens / 1, tokens / 2]
     halves = make_trainer(text, "prenorm", accumulate=2)
-    assert speeds(halves) == [tokens / 8, tokens / 5, tokens / 4, tokens / 1, tokens / 2]
+    assert speeds(halves) == [tokens / 8, tokens / 2, tokens / 2, tokens / 1, tokens / 2]
+    # Another model has another speed.
+    ConnectAtStep(5, "hyper").on_step(fresh, types.SimpleNamespace(step=5))
+    assert speeds(fresh) == [tokens / 2, tokens / 2, tokens / 2, tokens / 1, tokens / 2]
 
 
 def test_the_seconds_of_training_are_without_compilation(text, monkeypatch):
     """The steps that warm up count as much as the first one after them."""
     monkeypatch.setattr(torch, "compile", lambda model: model)
     seconds = {}
+    seconds_left = {}
     for compile in ("none", "model"):
         trainer = make_trainer(text, "prenorm", compile=compile)
         trainer.state.seconds = 10.0  # of a run that is resumed
         clock = iter([0.0, 80.0, 0.0, 2.0, 0.0, 4.0, 0.0, 1.0, 0.0, 3.0])
         fake_time = types.SimpleNamespace(perf_counter=lambda: next(clock))
         monkeypatch.setattr("crosslayer.train.trainer.time", fake_time)
-        seconds[compile] = [trainer.step().seconds for _ in range(5)]
+        results = [trainer.step() for _ in range(5)]
+        seconds[compile] = [result.seconds for result in results]
+        steps = trainer.settings.optimization.steps
+        seconds_left[compile] = [result.seconds_left / (steps - result.step) for result in results]
     assert seconds == {"none": [90, 92, 96, 97, 100], "model": [10, 10, 10, 14, 17]}
+    assert seconds_left == {"none": [80, 2, 2, 1, 2], "model": [80, 2, 2, 1, 2]}
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(text, tmp_path, monkeypatch):

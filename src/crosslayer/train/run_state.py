@@ -26,7 +26,8 @@ class StepResult:
         memory: the run's peak so far on a GPU, else the process's, in bytes.
         seconds: of training so far, without evaluation. Where the model is compiled, each of a
             process's first steps counts as much as the step after them, once that has been made.
-        seconds_left: until the last step, by the mean time of the last steps, without evaluation.
+        seconds_left: until the last step, by the mean time of the last steps, without evaluation
+            and, as soon as a step has been made without it, without compilation.
         epoch: passes over the training data so far.
         evaluation: metrics of each validation set, if the step was followed by an evaluation.
     """

@@ -15,7 +15,6 @@ import math
 import statistics
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -43,11 +42,9 @@ from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
 from .settings import EXECUTION_OPTIONS, Settings
 from .signals import StopSignals
+from .step_timer import StepTimer
 from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask
 from .weight_averages import averaged_weights
-
-_WARM_UP_STEPS = 3  # of a process, which are slower, or compile
-_TIMED_STEPS = 200  # whose median duration tells the speed
 
 
 class RunDiverged(Exception):
@@ -147,8 +144,6 @@ class Trainer:
         }
         self._batches: Iterator[Batch] | None = None
         self.last_batch: Batch = None
-        self._first_durations: list[float] = []  # of the steps that warm up caches
-        self._durations: deque[float] = deque(maxlen=_TIMED_STEPS)  # of those after them
         self._signals = StopSignals()
         self.optimizers: list[torch.optim.Optimizer] = []
         self._micro_batch = settings.micro_batch(fabric.world_size)
@@ -168,7 +163,9 @@ class Trainer:
                 loss = self.task.loss(self.fabric.to_device(prepared), batch)
             let_ddp_skip_parameters(self.fabric, model, loss)
         self.module = self.fabric.setup_module(prepared)
-        self._next_evaluation_compiles = self.settings.engine.compile != "none"
+        compiles = self.settings.engine.compile != "none"
+        self._timer = StepTimer(compiles)
+        self._next_evaluation_compiles = compiles
         previous = self.optimizers
         self.optimizers = build_optimizers(model, self.settings.optimization)
         states = {p: state for optimizer in previous for p, state in optimizer.state.items()}
@@ -287,7 +284,13 @@ class Trainer:
         for optimizer in self._fabric_optimizers:
             optimizer.zero_grad()
 
-        seconds = self._record_duration(time.perf_counter() - start)
+        self.state.seconds += self._timer.record(time.perf_counter() - start)
+        step_seconds = self._timer.median()
+        # A resumed run has the speed of its checkpoint until the process is warm.
+        if self._timer.is_warm or self.state.step < self._timer.steps:
+            micro_batches = self.fabric.world_size * engine.accumulate
+            units = self.task.count_units(self.last_batch) * micro_batches
+            self.state.tokens_per_second = units / step_seconds
         self.state.step = step
         self.state.train_loss = loss
         return StepResult(
@@ -296,40 +299,12 @@ class Trainer:
             lr=optimization.lr * lr_schedule(step - 1, optimization),
             grad_norm=grad_norm,
             tokens_per_second=self.state.tokens_per_second,
-            mfu=model_flops_utilization(self.forward_flops * engine.accumulate, seconds),
+            mfu=model_flops_utilization(self.forward_flops * engine.accumulate, step_seconds),
             memory=peak_memory(),
             seconds=self.state.seconds,
-            seconds_left=self._mean_duration() * (optimization.steps - step),
+            seconds_left=self._timer.mean() * (optimization.steps - step),
             epoch=self.examples.epochs(step, self.settings.data.batch),
         )
-
-    def _record_duration(self, duration: float) -> float:
-        """Record how long a step took; the median of the last `_TIMED_STEPS`.
-
-        The first steps of a process, which warm up caches, count only as long as there are no
-        others. A resumed run has the speed of its checkpoint until then.
-        """
-        is_first = len(self._first_durations) < _WARM_UP_STEPS
-        if is_first:
-            self._first_durations.append(duration)
-        else:
-            self._durations.append(duration)
-        seconds = statistics.median(self._durations or self._first_durations)
-        if self._durations or self.state.step < len(self._first_durations):
-            micro_batches = self.fabric.world_size * self.settings.engine.accumulate
-            units = self.task.count_units(self.last_batch) * micro_batches
-            self.state.tokens_per_second = units / seconds
-        compiles = self.settings.engine.compile != "none"
-        if not (compiles and is_first):
-            self.state.seconds += duration
-        # Without compilation each of the first steps would have taken as long as the next one.
-        if compiles and len(self._durations) == 1:
-            self.state.seconds += _WARM_UP_STEPS * duration
-        return seconds
-
-    def _mean_duration(self) -> float:
-        """Of the last steps. On a machine with other work some take far longer than the median."""
-        return statistics.fmean(self._durations or self._first_durations)
 
     def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
         """Skip the batch of an unstable step.
