@@ -19,6 +19,7 @@ from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
 from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
+from crosslayer.inspect.alarms import Alarm
 from crosslayer.inspect.figures import draw_lines, join_labels
 from crosslayer.inspect.gates import GateRecorder, _GateRecord
 from crosslayer.inspect.group_weights import GroupWeights, compare_groups
@@ -190,11 +191,12 @@ def test_a_sample_of_tokens_keeps_no_more_than_itself():
 
 
 def test_a_mixed_bag_is_averaged_by_configuration(seeds):
-    texts = ["constant stream: 1", "unused stream: 0"]
+    steady, unused = Alarm("constant stream: 1", "change", 0.2), Alarm("unused stream: 0", "w", 0.5)
+    similar = Alarm(steady.label, steady.measure, 0.4)
     models = [
-        ModelInspection("a", "hyper", {"alarms": texts[:1]}, []),
+        ModelInspection("a", "hyper", {"alarms": [similar]}, []),
         ModelInspection("wide", "hyper", {"alarms": []}, []),
-        ModelInspection("b", "hyper", {"alarms": texts, "ablation": None}, []),
+        ModelInspection("b", "hyper", {"alarms": [steady, unused], "ablation": None}, []),
         ModelInspection("later", "hyper", {"alarms": []}, [], step=8),
         ModelInspection("plain", "prenorm", {"alarms": []}, []),
     ]
@@ -206,7 +208,12 @@ def test_a_mixed_bag_is_averaged_by_configuration(seeds):
         "plain",
     ]
     assert average_groups(models[:3:2], ["24", "24"])[0].name == "hyper, mean of 2"
-    assert averaged[0].results == {"alarms": [texts[0], f"{texts[1]} (1 of 2 seeds)"]}
+    assert list(map(str, averaged[0]["alarms"])) == [
+        "constant stream: 1, change 0.3000",
+        "unused stream: 0 (1 of 2 seeds), w 0.5000",
+    ]
+    deviations = [alarm.value for alarm in averaged[0].deviation["alarms"]]
+    assert deviations == pytest.approx([math.sqrt(0.02), math.nan], nan_ok=True)
     same, other, connected = (language_model(spec) for spec in (None, None, "hyper"))
     assert describe_configuration(same) == describe_configuration(other)
     assert describe_configuration(same) != describe_configuration(connected)

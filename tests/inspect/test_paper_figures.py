@@ -283,7 +283,7 @@ def test_planted_gates():
 
 def saturated_gates(model) -> list[str]:
     alarms = find_alarms(measure_scales(model, EMBEDDING), summarise_mixing(model, EMBEDDING))
-    return [alarm for alarm in alarms if "saturated gate" in alarm]
+    return [str(alarm) for alarm in alarms if "saturated gate" in alarm.label]
 
 
 @pytest.mark.parametrize(("beta", "alarms"), [(0.001, 8), (0.5, 0), (0.999, 8)])

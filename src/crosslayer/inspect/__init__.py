@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from torch import nn
 
+from .alarms import find_alarms
 from .findings import MapFindings, find_map_findings
 from .mixing_summary import MixingAnalysis, SiteMixing
 from .observation import Analysis, ModelInputs, observe_model
-from .scales import ScaleAnalysis, SiteScales, find_alarms
+from .scales import ScaleAnalysis, SiteScales
 from .similarity import CosineAnalysis, CosineSimilarity, DepthDistances, DistanceAnalysis
 from .unfolding import UnfoldedMap, UnfoldingAnalysis
 

@@ -20,13 +20,14 @@ from .ablation import (
     sublayer_removals,
     way_removals,
 )
+from .alarms import find_alarms
 from .attention import HeadActivations, measure_head_activations
 from .findings import find_map_findings
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
 from .observation import ModelInputs, SiteVisit, observe_model, plain_connection
-from .scales import ScaleAnalysis, find_alarms
+from .scales import ScaleAnalysis
 from .scoring import has_next_tokens
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values

@@ -177,8 +177,8 @@ def _number(value: float) -> str:
     return NOT_KNOWN if math.isnan(value) else f"{value:.2f}"
 
 
-def _listed(values: Sequence[str]) -> str:
-    shown = "; ".join(values[:8])
+def _listed(values: Sequence[Any]) -> str:
+    shown = "; ".join(map(str, values[:8]))
     if len(values) > 8:
         shown += f" and {len(values) - 8} more"
     return shown or "none"

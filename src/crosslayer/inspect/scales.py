@@ -6,23 +6,15 @@ the composite gain of residual matrices).
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .gates import GateRecorder, GateStatistics
-from .mixing_summary import SiteMixing, per_token_weights
+from .mixing_summary import per_token_weights
 from .moments import RunningMoments
 from .observation import SiteVisit, site_label
-
-# Thresholds of the alarms. No paper states them; they are where a stream or a gate does no more
-# than a constant would.
-_COLLAPSED_COSINE = 0.999  # mean cosine of two streams
-UNUSED_SHARE = 0.01  # a stream's weight in reads, of the largest stream's
-CONSTANT_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
-SATURATED_GATE = 0.01  # distance of a mean gate from a limit, of the distance between the limits
 
 
 @dataclass
@@ -193,65 +185,3 @@ def _relative_change(parts: Tensor, before: Tensor) -> Tensor | None:
     if before.shape != parts.shape:
         return None
     return (parts - before).norm(dim=-1) / parts.norm(dim=-1).clamp_min(1e-30)
-
-
-def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:
-    """What looks wrong, a line each: collapsed, unused and constant streams, saturated gates."""
-    alarms = []
-    if sites[-1].has_streams:
-        streams = len(sites[-1].stream_rms)  # streams of MGR are appended at the first sites
-        steady = [s for s in sites if s.stream_change is not None and len(s.stream_rms) == streams]
-        if steady:
-            alarms += _stream_alarms(steady)
-            alarms += _unused_streams(reads, streams)
-    for site in sites:
-        gate = site.gate
-        if gate is None or gate.limits is None:
-            continue
-        low, high = gate.limits
-        if min(gate.mean - low, high - gate.mean) < SATURATED_GATE * (high - low):
-            alarms.append(
-                f"saturated gate: {gate.name} of {gate.writer}'s output, mean {gate.mean:.4f}"
-            )
-    return alarms
-
-
-def _stream_alarms(sites: list[SiteScales]) -> list[str]:
-    alarms = []
-    cosine = torch.stack([site.stream_cosine for site in sites]).mean(0)
-    changes = [site.stream_change for site in sites if site.stream_change is not None]
-    assert len(changes) == len(sites)
-    change = torch.stack(changes).mean(0)
-    for group in _collapsed_groups(cosine):
-        smallest = cosine[group][:, group].min()
-        streams = ", ".join(map(str, group))
-        alarms.append(f"collapsed streams: {streams}, smallest mean cosine {smallest:.4f}")
-    for stream in (change < CONSTANT_CHANGE).nonzero().flatten().tolist():
-        alarms.append(f"constant stream: {stream}, mean change {change[stream]:.4f} a site")
-    return alarms
-
-
-def _collapsed_groups(cosine: Tensor) -> list[list[int]]:
-    """Groups of at least two streams, which pairs of collapsed streams join."""
-    groups: list[list[int]] = []
-    for stream in range(len(cosine)):
-        joined = [group for group in groups if cosine[stream, group].max() > _COLLAPSED_COSINE]
-        apart = [group for group in groups if group not in joined]
-        groups = [*apart, sorted([*chain.from_iterable(joined), stream])]
-    return sorted(group for group in groups if len(group) > 1)
-
-
-def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:
-    """The streams that no sub-layer reads and no other stream takes from."""
-    rows = []
-    others = 1 - torch.eye(streams, dtype=torch.float64)
-    for site in reads:
-        if site.label != "readout" and site.read_mean.shape[-1] == streams:
-            rows.append(site.read_mean.abs().amax(0))
-            for matrix in (site.carry_mean, site.keep_mean):
-                if matrix.shape == others.shape:
-                    rows.append((matrix.abs() * others).amax(0))
-    largest = torch.stack(rows).amax(0)
-    limit = UNUSED_SHARE * largest.max()
-    unused = (largest < limit).nonzero().flatten().tolist()
-    return [f"unused stream: {stream}, largest weight {largest[stream]:.4f}" for stream in unused]

@@ -5,13 +5,16 @@ DenseFormer (arXiv 2402.02622), Figures 5, 8 and 15, are means over three seeds.
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .alarms import Alarm
 from .gates import GateStatistics, share_bins
 from .group_weights import GroupWeights
 from .inspection import ModelInspection
@@ -28,7 +31,12 @@ def seed_mean(values: Tensor) -> Tensor:
 
 
 def seed_deviation(values: Tensor) -> Tensor:
-    """The standard deviation of a sample, divided by the number of seeds − 1: [seeds …] -> […]."""
+    """The standard deviation of a sample, divided by the number of seeds − 1: [seeds …] -> […].
+
+    NaN for a single seed.
+    """
+    if len(values) == 1:
+        return torch.full_like(values[0], math.nan)
     return values.std(0) if values.numel() else values[0]
 
 
@@ -43,8 +51,8 @@ def describe_configuration(model: Any) -> str:
 def average_seeds(models: Sequence[ModelInspection], name: str) -> ModelInspection:
     """The mean over the inspections of several seeds, with their deviation and themselves.
 
-    Of lists of texts, like alarms, it has those of all seeds. One that not all seeds have says how
-    many do.
+    Of lists of texts and of alarms it has those of all seeds. One that not all seeds have says how
+    many do. The number of an alarm is that of the seeds that have it.
 
     Args:
         models: at least two, of one configuration, which saw the same.
@@ -135,6 +143,8 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
     if isinstance(first, int | float):
         return _combine_numbers(values, combine)
     items = [item for value in values for item in value]
+    if any(isinstance(item, Alarm) for item in items):
+        return _merge_alarms(values, combine)
     if all(_is_text(item) for item in items) or all(isinstance(item, int) for item in items):
         return first if all(value == first for value in values) else _merge_texts(values)
     return [combine_values(list(items), combine) for items in zip(*values, strict=True)]
@@ -176,12 +186,29 @@ def _merge_reasons(models: Sequence[ModelInspection], analysis: str) -> str:
     return "; ".join(_merge_texts(reasons))
 
 
+def _merge_alarms(lists: Sequence[list[Alarm]], combine: Combine) -> list[Alarm]:
+    """The alarms of all lists, in their order."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for alarm in chain.from_iterable(lists):
+        found.setdefault((alarm.label, alarm.measure), []).append(alarm.value)
+    return [
+        Alarm(
+            label + _count_note(len(values), len(lists)), measure, _combine_numbers(values, combine)
+        )
+        for (label, measure), values in found.items()
+    ]
+
+
+def _count_note(count: int, seeds: int) -> str:
+    """How many seeds have something, where not all do."""
+    return "" if count == seeds else f" ({count} of {seeds} seeds)"
+
+
 def _merge_texts(lists: Sequence[list[Any]]) -> list[Any]:
     """The texts of all lists, in their order; how many lists have one, where not all do."""
     merged: list[Any] = []
     for text in dict.fromkeys(text for texts in lists for text in texts):
-        count = sum(text in texts for texts in lists)
-        note = "" if count == len(lists) else f" ({count} of {len(lists)} seeds)"
+        note = _count_note(sum(text in texts for texts in lists), len(lists))
         if isinstance(text, int):  # the number of a stream, for example
             merged.append(text)
         elif isinstance(text, tuple):
