@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer.testing.tiny_model import equal_tensors, perturb_weights
+from tests.support.chain import D, randn, row, run
 
 DIM, LAYERS = 8, 3
 SPECS = ("prenorm", "mudd", "hyper", "mgr")  # one stream, q k v apart, n streams, streams that grow
@@ -160,3 +162,16 @@ def test_compiles_to_one_graph(spec):
         torch.testing.assert_close(
             actual.get(name, actual.get(f"_orig_mod.{name}")), value, rtol=1e-5, atol=1e-6
         )
+
+
+def test_a_loop_that_ignores_what_write_returns_gets_a_warning():
+    sites = row("hyper")
+    state = sites[0].init(randn(2, 5, D))
+    with pytest.warns(UserWarning, match="^hyper: the last sub-layer's output is not in the state"):
+        for site in sites[:-1]:
+            (h, *_), state = site.read(state)
+            site.write(state, h)
+        sites[-1].readout(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(sites, randn(2, 5, D))

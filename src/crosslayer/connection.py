@@ -33,6 +33,7 @@ from .method_checks import (
     first_tensor,
     method_name,
     stream_shape,
+    warn_without_write,
 )
 from .mixing import MixingWeights
 from .sites import SPLIT_PORT_NAMES, Site, check_ports
@@ -263,7 +264,12 @@ class Connection(Float32Parameters, Generic[StateT]):
         return type(state)(**fields)
 
     def readout(self, state: StateT) -> Tensor:
-        """The hidden state [B T D] after the final norm, for the head."""
+        """The hidden state [B T D] after the final norm, for the head.
+
+        Warns where the last sub-layer's output was not written to the state.
+        """
+        if not torch.compiler.is_compiling():
+            warn_without_write(self, state)
         inputs, _ = self(state)
         return inputs[0]
 

@@ -5,6 +5,7 @@ every method, and their messages name it.
 """
 
 import reprlib
+import warnings
 from types import NoneType
 from typing import Any, ForwardRef, TypeVar, get_args
 
@@ -99,6 +100,19 @@ def check_given_state(connection: Any, state: Any) -> None:
             f"{method_name(connection)} takes a state{kind}, got a {type(state).__name__}; start "
             "with sites[0].init(embedding), and pass each read and write what the one before it "
             "returned"
+        )
+
+
+def warn_without_write(connection: Any, state: Any) -> None:
+    """Warn where the readout gets a state that no sub-layer has written to since its last read.
+
+    A loop that ignores what `write` returns ends so.
+    """
+    if getattr(state, "y", None) is None:
+        warnings.warn(
+            f"{method_name(connection)}: the last sub-layer's output is not in the state that the "
+            "readout got; write returns a new state: `state = connection.write(state, y)`",
+            stacklevel=3,
         )
 
 
