@@ -3,6 +3,7 @@ look for.
 """
 
 import inspect
+import io
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch.export import Dim
 from transformers import AutoConfig, AutoModel, ContinuousBatchingConfig, GenerationConfig
 
 import crosslayer
@@ -17,6 +20,12 @@ from crosslayer.connection import find_connections
 from crosslayer.hf import register_with_transformers
 from tests.hf.backbones import build, connected, ids
 from tests.hf.test_generate import generator
+
+# of an exported model: any number of sequences of any length
+DYNAMIC_SHAPES = {
+    "input_ids": {0: Dim("batch", max=64), 1: Dim("length", min=2, max=32)},
+    "use_cache": None,
+}
 
 
 @pytest.mark.slow
@@ -40,12 +49,37 @@ def test_continuous_batching(spec):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the export
-@pytest.mark.parametrize(("family", "spec"), [("phi3", "mudd"), ("llama", "mhc")])
+@pytest.mark.parametrize(("family", "spec"), [("phi3", "mudd"), ("llama", "hyper")])
 def test_export(family, spec):
-    model = connected(family, spec)
-    model.config.use_cache = False
-    exported = torch.export.export(model, (ids(),))
-    assert torch.equal(exported.module()(ids()).logits, model(ids()).logits)
+    """For batches of any size and length, saved and loaded."""
+    model = connected(family, spec).eval()
+    arguments = {"input_ids": ids(), "use_cache": False}
+    exported = torch.export.export(model, (), arguments, dynamic_shapes=DYNAMIC_SHAPES)
+    content = io.BytesIO()
+    torch.export.save(exported, content)
+    content.seek(0)
+    loaded = torch.export.load(content).module()
+    for batch, length in ((2, 9), (1, 2), (5, 17)):
+        tokens = ids(batch, length)
+        logits = loaded(input_ids=tokens, use_cache=False).logits
+        assert torch.equal(logits, model(tokens, use_cache=False).logits)
+    assert "autocast" in str(exported.graph)
+    assert "autocast" not in str(exported.run_decompositions().graph)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the export
+def test_ahead_of_time_compilation(tmp_path):
+    model = connected("llama", "mudd").eval()
+    arguments = {"input_ids": ids(), "use_cache": False}
+    with torch.no_grad():
+        exported = torch.export.export(model, (), arguments, dynamic_shapes=DYNAMIC_SHAPES)
+        package = aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        compiled = aoti_load_package(package)
+        for batch, length in ((2, 9), (1, 4), (5, 17)):
+            tokens = ids(batch, length)
+            logits = compiled(input_ids=tokens, use_cache=False).logits
+            torch.testing.assert_close(logits, model(tokens).logits)
 
 
 def test_what_vllm_looks_for():
