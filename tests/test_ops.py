@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import crosslayer
-from crosslayer.norms import NormSpec, apply_norm, rms, rstd
+from crosslayer.norms import NormSpec, apply_norm, inverse_rms, rms_norm
 from crosslayer.ops import (
     add_norm,
     attention,
@@ -101,8 +101,8 @@ def affine_norm(x, centred):
 @pytest.mark.parametrize(
     ("norm", "dtype"),
     [
-        (rms, torch.float32),
-        (partial(rstd, eps=1e-6), torch.float32),
+        (rms_norm, torch.float32),
+        (partial(inverse_rms, eps=1e-6), torch.float32),
         (partial(affine_norm, centred=False), torch.bfloat16),
         (partial(affine_norm, centred=True), torch.bfloat16),
     ],

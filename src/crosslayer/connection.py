@@ -115,7 +115,7 @@ class Connection(Float32Parameters, Generic[StateT]):
     part_label: ClassVar[str] = "part {}"
     gate_field: ClassVar[str] = ""
     gate_limits: tuple[float, float] | None = None
-    # The state in `class Hyper(Connection[Streams])`; None for an abstract class.
+    # The state in `class Hyper(Connection[Streams])`; None where a class does not name it.
     state_class: ClassVar[type | None] = None
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     test_variants: ClassVar[tuple[str, ...]] = ()
@@ -186,6 +186,8 @@ class Connection(Float32Parameters, Generic[StateT]):
 
         Raises:
             TypeError: `state` is no state of this method.
+            ValueError: something else has cast streams of `stream_dtype='float32'` to half
+                precision, or the sites of a dense method run in another order than that of depth.
         """
         if not torch.compiler.is_compiling():
             check_given_state(self, state)

@@ -40,7 +40,15 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     def fused_read(
         self, state: StateT, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], StateT]:
-        """`mix_inputs`, with norms applied: one for each input that it returns, or none at all."""
+        """`mix_inputs`, with norms applied.
+
+        Args:
+            state: of the method.
+            norms: one for each input that it returns, or none at all.
+
+        Returns:
+            The inputs, [B T D] each, and the state to write to.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs fused_read")
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
@@ -58,16 +66,26 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
         return super().mix_and_norm(state)
 
     def fused_norm_specs(self) -> tuple[NormSpec, ...]:
-        """The norms of all ports; empty where one cannot be fused, so that all run as modules."""
+        """The norms of all ports; empty where ports may share an input, or one cannot be fused.
+
+        Then all of them run as modules.
+        """
         return () if self._ports_share_input else self._port_norm_specs()
 
     @property
     def _ports_share_input(self) -> bool:
-        """Whether two ports with a norm each read one tensor, as in a parallel block."""
+        """Whether two ports with a norm each may read one tensor, as in a parallel block.
+
+        It holds for MUDD's ways "qkv r" there too, although their mixtures differ.
+        """
         return len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
 
     def _port_norm_specs(self) -> tuple[NormSpec, ...]:
-        """The norms of all ports for a read of one port or of all; empty where one has none."""
+        """The norm of each port; empty where kernels cannot fuse them.
+
+        This site's op may not make the inputs, `stream_dtype` may be set, or one of the norms may
+        be of an unknown class.
+        """
         if not self.can_fuse_norms or self.stream_dtype is not None:
             return ()
         specs = []
@@ -108,7 +126,8 @@ def stream_norm_spec(norm: Any) -> NormSpec | None:
     """A norm of streams as weights and eps; None where a host has no norm at this place.
 
     Raises:
-        ValueError: the norm is of a class that is not known.
+        ValueError: the norm has hooks, is of a class that is not known, or its weight is no
+            parameter.
     """
     if isinstance(resolve_host_norm(norm), nn.Identity):
         return None

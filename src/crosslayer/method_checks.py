@@ -43,7 +43,12 @@ def method_name(connection: Any) -> str:
 
 
 def check_class_attributes(cls: Any) -> None:
-    """Check the names of a class's attributes, and those that contain names."""
+    """Check a class's attributes.
+
+    Raises:
+        TypeError: one has a former name, or `weight_decay_params` or `test_variants` have something
+            else than strings.
+    """
     for former, name in _FORMER_ATTRIBUTES.items():
         if former in vars(cls):
             raise TypeError(f"{cls.__name__}: {former} is called {name} now")
@@ -215,7 +220,7 @@ def _check_stream_dtype(connection: Any, state: Any) -> None:
 
 def _check_fields(connection: Any, state: Any) -> None:
     """Raise a TypeError where a field of a state is one of the connection's parameters, a view of
-    one, or no tensor.
+    one, or neither a tensor, a tuple nor None.
 
     The embedding may be a parameter too. A law finds parameters within tuples.
     """
@@ -260,7 +265,7 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
     if "_modules" not in vars(connection) or "norms" not in connection._modules:
         raise TypeError(f"{name}.__init__ must call super().__init__(site, dim, norm)")
     parameters = {key: p for key, p in connection._parameters.items() if p is not None}
-    _check_names(connection, base)
+    _check_attributes(connection, base)
     for key, value in (("site", site), ("dim", dim), ("is_readout", site.is_readout)):
         if getattr(connection, key) is not value:
             raise TypeError(_taken_name(name, key))
@@ -286,8 +291,9 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
         )
 
 
-def _check_names(connection: Any, base: type) -> None:
-    """Raise a TypeError where an attribute has a name of the interface's.
+def _check_attributes(connection: Any, base: type) -> None:
+    """Raise a TypeError for an attribute that hides a method of every connection, or that has
+    another type than every connection's.
 
     torch refuses a parameter of such a name.
     """

@@ -31,7 +31,7 @@ class MixingWeights(NamedTuple):
 
 
 def identity_weights(n: int, like: Tensor) -> Tensor:
-    """The identity [n n 1], in the precision of coefficients: float32, or float64 of float64."""
+    """The identity [n n 1] on the device of `like`: float32, or float64 where `like` is float64."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.eye(n, dtype=dtype, device=like.device)[..., None]
 
@@ -42,12 +42,26 @@ def part_weights(parts: int, index: int, like: Tensor) -> Tensor:
 
 
 def join_rows(*blocks: Tensor) -> Tensor:
-    """Weights of the same columns beneath each other: the rows of one, then those of the next."""
+    """Weights of the same columns beneath each other: the rows of one, then those of the next.
+
+    Args:
+        blocks: [.. rows columns K] each. Leading axes and K are broadcast.
+
+    Returns:
+        [.. all rows, columns, K].
+    """
     return torch.cat(_broadcast_weights(blocks), -3)
 
 
 def join_columns(*blocks: Tensor) -> Tensor:
-    """Weights of the same rows beside each other."""
+    """Weights of the same rows beside each other.
+
+    Args:
+        blocks: [.. rows columns K] each. Leading axes and K are broadcast.
+
+    Returns:
+        [.. rows, all columns, K].
+    """
     return torch.cat(_broadcast_weights(blocks), -2)
 
 

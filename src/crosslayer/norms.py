@@ -13,11 +13,11 @@ def upcast_to_float32(x: Tensor) -> Tensor:
 
 
 def add_write(h: Tensor, y: Tensor | None) -> Tensor:
-    """h + y, or h where no write is pending."""
+    """h + y, or h where no write is pending: [B T D], in the wider of the two dtypes."""
     return h if y is None else h + y
 
 
-def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, without a weight.
 
     Computed in float32, or in float64 where x is float64.
@@ -25,7 +25,7 @@ def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(upcast_to_float32(x), x.shape[-1:], eps=eps)
 
 
-def rstd(x: Tensor, eps: float) -> Tensor:
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """rsqrt(mean(x²) + eps), the factor of RMS(x). [..., D] -> [...]. Reads x once."""
     return torch.rsqrt(
         torch.linalg.vector_norm(upcast_to_float32(x), dim=-1).square() / x.shape[-1] + eps

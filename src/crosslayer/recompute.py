@@ -100,8 +100,9 @@ def enable_recompute(
             counts as a layer. By default those of `saved_layers_log2`.
 
     Raises:
-        ValueError: the method of a site does not support `recompute`, the last site is not the
-            readout, or `kept` has a layer that there is not.
+        ValueError: `recompute` is unknown, a site's method does not support it, `sites` are not a
+            model's connections or do not end with the readout, or `kept` has a layer that there is
+            not or is given with "inversion".
     """
     recomputed_read = check_choice("recompute", recompute, RECOMPUTE_MODES)
     sites = list(sites)

@@ -59,6 +59,9 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
 
     Returns:
         One site for each sub-layer, and the readout.
+
+    Raises:
+        ValueError: `layers` is not a whole number of at least 1, or `parallel` is no bool.
     """
     check_positive(layers=layers)
     check_option_type("parallel", parallel, bool)

@@ -63,6 +63,7 @@ class ConnectionSpec:
 
         Raises:
             ValueError: an option or an argument has a wrong value.
+            TypeError: the method's class breaks a rule of the interface.
         """
         if not isinstance(site, Site):
             raise ValueError(f"site must come from crosslayer.plan, got {site!r}")

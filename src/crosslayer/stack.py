@@ -11,6 +11,7 @@ from .connection import Connection
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .sites import plan
 from .spec import ConnectionSpec, check_norm_factory, make
+from .validation import format_shape
 
 
 class Stack(nn.Module):
@@ -38,9 +39,10 @@ class Stack(nn.Module):
     Shapes: embedding [B T D] -> hidden state [B T D].
 
     Raises:
-        ValueError: the spec is unknown or has the option `output_scale`, `norm` is a module,
-            `sublayers` has an odd number of sub-layers that are not parallel, or one of them does
-            not take as many inputs as the connection has for it.
+        ValueError: the spec is unknown, has the option `output_scale` or does not support
+            `recompute`; `norm` is a module; `sublayers` is empty, has something else than modules
+            or an odd number of sub-layers that are not parallel, or one of them does not take as
+            many inputs as the connection has for it.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class Stack(nn.Module):
         """
         *sites, readout = self._sites()
         if embedding.dim() != 3 or embedding.shape[-1] != self.dim:
-            shape = list(embedding.shape)
-            raise ValueError(f"embedding must be [B T {self.dim}], got {shape}")
+            raise ValueError(
+                f"embedding must be [B T {self.dim}], got {format_shape(embedding.shape)}"
+            )
         state = sites[0].init(embedding)
         for connection, sublayer in zip(sites, self.sublayers, strict=True):
             inputs, state = connection(state)

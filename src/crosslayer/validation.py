@@ -1,6 +1,6 @@
-"""Checks of what users write.
+"""Checks of what users write, and the words of their messages.
 
-Each raises a ValueError of one line: what was expected, what was given, the remedy.
+A check raises a ValueError of one line: what was expected, what was given, the remedy.
 """
 
 import difflib

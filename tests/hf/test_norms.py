@@ -10,7 +10,7 @@ import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.fused_norms import norm_spec_of
 from crosslayer.hf.host_norms import NormReference
-from crosslayer.norms import apply_norm, rms
+from crosslayer.norms import apply_norm, rms_norm
 from tests.hf.backbones import LANGUAGE, METHODS, VISION, build, connected, ids
 
 # Families whose norms are of their own kinds.
@@ -47,7 +47,7 @@ class OverwritingNorm(torch.autograd.Function):
         with torch.enable_grad():
             x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
             ctx.inputs = x, weight
-            ctx.output = rms(x) * weight
+            ctx.output = rms_norm(x) * weight
         return ctx.output.detach()
 
     @staticmethod

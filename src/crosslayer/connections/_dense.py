@@ -21,7 +21,8 @@ from ..validation import check_positive
 class History(NamedTuple):
     """The outputs of the blocks so far, and the stream inside the block that runs."""
 
-    X: tuple[Tensor, ...]  # X_0 .. X_i, one [B T D] a finished block
+    # X_0 .. X_i, one [B T D] for each finished block; some of MUDD's variants store them normed
+    X: tuple[Tensor, ...]
     h: Tensor  # [B T D]: the stream inside the block
     y: Tensor | None = None  # [B T D]: pending write
 

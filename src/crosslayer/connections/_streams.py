@@ -46,12 +46,15 @@ def shared_write(y: Tensor | None) -> Tensor | None:
 
 
 def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:
-    """[I | beta]: the weights of a pending write to n streams, [.. n n+1 1], or I without a write.
+    """[I | beta]: the weights of a pending write to n streams, or I without a write.
 
     Args:
         H: the streams, [B T n D].
         beta: the weight of the write in each stream, [B T n] or [n]; None without a write.
         outputs: 1, or n where each stream gets another part of the write: [I | diag(beta)].
+
+    Returns:
+        [.. n n+1 1], [.. n 2n 1] with n outputs, or [n n 1] without a write.
     """
     kept = identity_weights(H.shape[-2], H)
     if beta is None:

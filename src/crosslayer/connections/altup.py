@@ -33,6 +33,8 @@ from ._streams import check_stream_count
 
 
 class Alternating(NamedTuple):
+    """K streams between two layers, and the stream inside the layer that runs."""
+
     X: Tensor  # [B T K D]: predicted streams, or the embedding's before the first layer
     h: Tensor  # [B T D]: the stream inside the layer
     y: Tensor | None = None  # [B T D]: pending write

@@ -26,6 +26,8 @@ from ..sites import Site
 
 
 class Carried(NamedTuple):
+    """One stream, and the gate of the pending write."""
+
     h: Tensor  # [B T D]
     y: Tensor | None = None  # [B T D]: pending write ...
     g: Tensor | None = None  # ... and how far the stream moves to it, [B T D]

@@ -153,7 +153,7 @@ class Hyper(FusedNormConnection[Streams]):
             self.initial_beta = [float(beta)] * streams
         else:
             self.initial_alpha, self.initial_beta = _split_matrix(matrix, site, streams)
-        if not _keeps_streams_equal(self.initial_alpha, self.initial_beta):
+        if not _starts_as_prenorm(self.initial_alpha, self.initial_beta):
             self.initial_function = "other"
         elif streams == 1:
             self.initial_function = "prenorm"
@@ -206,8 +206,11 @@ class Hyper(FusedNormConnection[Streams]):
         return streams_memory_traffic(self, self.n)
 
 
-def _keeps_streams_equal(alpha: list[list[float]], beta: list[float]) -> bool:
-    """Whether equal streams are read unscaled and stay equal: each column of alpha sums to 1."""
+def _starts_as_prenorm(alpha: list[list[float]], beta: list[float]) -> bool:
+    """Whether equal streams are read and kept as they are, and each takes the output once.
+
+    Then each column of alpha sums to 1, and each beta is 1.
+    """
     sums = [sum(column) for column in zip(*alpha, strict=True)]
     return all(math.isclose(value, 1) for value in [*sums, *beta])
 

@@ -21,7 +21,8 @@ before it, which is pre-norm up to a factor that the norms remove up to their ep
 State: n streams, and β of the pending write.
 Names: w1 is w^(β) and b is b^(β) of Eq. 4, w2 is w^(α) of Eq. 1; Listing 1 has w1, b1 and w2.
 Learned parameters: D per sub-layer, and D + n + 1 (or n) more where gated.
-Traffic: (2n + 2)D elements per token and site.
+Traffic: (2n + 2)D elements per token where a write is gated into n streams, (n + 2)D at the
+readout, and (m + 1)D where a site only pools m streams.
 """
 
 import math

@@ -242,7 +242,11 @@ class MHC(FusedNormConnection[Manifold]):
         return depth_connection(mixed, Y, post).to(H.dtype)
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """pre and post [B T n], and R [B T src dst], where the site has them."""
+        """pre and post [B T n], and R [B T src dst], where the site has them.
+
+        Args:
+            z: the projection, [B T rows of fn], before scale and base.
+        """
         z_pre, *others = self.logits(z)
         pre = z_pre.sigmoid() + self.eps
         if self.is_readout:
@@ -252,7 +256,11 @@ class MHC(FusedNormConnection[Manifold]):
         return pre, post, R
 
     def logits(self, z: Tensor) -> list[Tensor]:
-        """Those of pre and post [B T n] and of R [B T n·n], where the site has them."""
+        """Those of pre and post [B T n] and of R [B T n·n], where the site has them.
+
+        Args:
+            z: the projection, [B T rows of fn], before scale and base.
+        """
         assert self.base is not None and self.scale is not None
         parts = zip(z.split(self.sizes, -1), self.scale, self.base.split(self.sizes), strict=True)
         return [z_part * scale + base for z_part, scale, base in parts]

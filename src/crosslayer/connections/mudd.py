@@ -22,7 +22,8 @@ The first term of A is called the generator. Its RMSNorm has no weight, as in th
 it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/D), W2 = 0 and a is
 one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
 and n_post's weight is 1e-3. Where q, k and v are mixed separately, each has a norm.
-State: the outputs of all blocks so far.
+State: the outputs of all blocks so far, normed by n_j where there is one, and the stream inside the
+block.
 Learned parameters: KD + KC(l+1) + C(l+1) after block l, and the two further norms of q, k and v.
 With PrePostDANorm also 2D after block l (n_j, and the generator's norm), D for the embedding's n_j,
 and n_post's D, or C·D with "every way".
@@ -41,7 +42,7 @@ from ..connection import InitialFunction, NormFactory
 from ..float32_parameters import assign_normal, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, join_rows
-from ..norms import NormSpec, add_write, apply_norm, rstd
+from ..norms import NormSpec, add_write, apply_norm, inverse_rms
 from ..ops import add_norm, depth_mix, project_tall, write_norm_project
 from ..sites import SPLIT_PORT_NAMES, Site, split_attention_ports
 from ..validation import check_idle_options, check_non_negative, check_positive
@@ -330,7 +331,7 @@ class Mudd(FusedNormConnection[History]):
         # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
         joins = h
         if self.source_norm_weight is not None:
-            factors = rstd(X_l, self.eps)[..., None] * self.source_norm_weight
+            factors = inverse_rms(X_l, self.eps)[..., None] * self.source_norm_weight
             joins = h * factors[..., None, None, :]
         X = join_rows(finished[:-1], joins)
         if self.a is None:
@@ -357,7 +358,7 @@ class Mudd(FusedNormConnection[History]):
         weight = self._post_weight(way, c)
         if weight is not None:
             value = (m.squeeze(-3) * written).sum(-2)
-            m = m * (rstd(value, self.eps)[..., None] * weight)[..., None, None, :]
+            m = m * (inverse_rms(value, self.eps)[..., None] * weight)[..., None, None, :]
         return h + m
 
     def memory_traffic(self) -> float:

@@ -27,6 +27,8 @@ from .postnorm import norm_stream
 
 
 class Dual(NamedTuple):
+    """A post-norm stream and a sum of all writes."""
+
     x: Tensor  # post-norm stream [B T D]
     d: Tensor  # the sum of all writes [B T D]
     y: Tensor | None = None  # [B T D]: pending write

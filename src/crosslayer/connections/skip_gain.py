@@ -22,6 +22,8 @@ from ..sites import Site
 
 
 class Gained(NamedTuple):
+    """One stream, and its factor when the pending write is added."""
+
     h: Tensor  # [B T D]
     y: Tensor | None = None  # [B T D]: pending write ...
     gain: Tensor | None = None  # ... and the factor of the stream when y is added, [1]

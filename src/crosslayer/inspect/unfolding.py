@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..connection import Connection
-from ..norms import NormSpec, rstd
+from ..norms import NormSpec, inverse_rms
 from .moments import RunningMoments
 from .observation import SiteVisit, input_labels, site_label
 
@@ -252,7 +252,7 @@ def _held_norm(contributions: Tensor, norm: NormSpec) -> Tensor:
     if norm.centred:
         contributions = contributions - contributions.mean(-1, keepdim=True)
         x = x - x.mean(-1, keepdim=True)
-    normed = contributions * rstd(x, norm.eps)[..., None] * norm.weight
+    normed = contributions * inverse_rms(x, norm.eps)[..., None] * norm.weight
     if norm.bias is not None:
         normed[:, -1] += norm.bias
     return normed

@@ -5,7 +5,8 @@ and supports the arguments. Rules that hold for every kernel:
 
 - Each op is an op of torch with a fake and a hand-written backward, so a compiled model has no
   graph break.
-- All arithmetic is float32, every address is 64-bit.
+- All arithmetic is as exact as float32, in products on tensor cores too (`split_products`). Every
+  address is 64-bit.
 - No atomics: where a gradient is summed over tokens, each program writes its partial sum and torch
   adds the partial sums in a fixed order.
 - Forward and backward move at most 1.15 of the bytes that they must, `Case.traffic` of benchmarks.

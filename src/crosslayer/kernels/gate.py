@@ -10,7 +10,7 @@ backward, from s and y alone, with s' recomputed:   a_i = ⟨dh, s'_i⟩,   dz_i
 ds'_i += p_i dh + r_i dz_i (pool − z_i r_i s'_i/D) + r_i dq_i (score − q_i r_i s'_i/D)
 ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i⟩
 dpool = Σ dz_i r_i s'_i,   dscore likewise
-reads (2n + 2)·D, writes (n + 1)·D; saves r and z, 2n numbers a token
+reads (2n + 2)·D, writes (n + 1)·D; saves r, z and, before a gate, q: n numbers a token each
 
 With a fused norm dh is the gradient of the normed output, and the norm's backward needs all of h,
 which the backward recomputes. Where a token's rows do not fit in registers

@@ -11,7 +11,8 @@ from torch import Tensor
 
 # Whether triton's interpreter runs the kernels.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# The longest piece of a row that a kernel without a sum over D processes at once.
+# The longest piece of a row that a program of `depth_mix` processes at once. One of
+# `width_connection` may take four times as much. A norm is fused where the row is one piece.
 MAX_ROW_BLOCK = 4096
 # What triton compiled, by the kernel and everything that it was compiled for.
 _compiled_kernels: dict[tuple[Any, ...], Any] = {}

@@ -42,7 +42,7 @@ from .split_products import (
 
 # Columns of W of which a piece fits a program. MUDD has more from 33 sources on: torch computes its
 # products.
-MAX_COLUMNS = 128
+_MAX_COLUMNS = 128
 # Columns times streams, where these are one vector: the shared memory of a GPU that has 99 KB. mHC
 # has more from 8 streams on.
 _MAX_JOINT_COLUMNS = 512
@@ -75,7 +75,7 @@ def columns_fit_program(
     columns = padded_columns(K)
     if W.shape[0] > H.shape[-1]:
         return side * columns <= _MAX_JOINT_COLUMNS
-    return K <= MAX_COLUMNS and _tile_tokens(side) * side * columns <= _MAX_PRODUCTS
+    return K <= _MAX_COLUMNS and _tile_tokens(side) * side * columns <= _MAX_PRODUCTS
 
 
 def _tile_tokens(side: int) -> int:

@@ -46,8 +46,9 @@ def launch_join(
     """Compute the outputs from the sums of all splits; nothing to do where these are the outputs.
 
     Args:
-        sums: of each split, the products [… K], the squared deviations [… rows] and, for a centred
-            norm, the means [… rows]; else empty.
+        sums: of each split, the products [splits rows K]; the sums of squares [splits rows], for a
+            centred norm about the split's mean; and for a centred norm the means [splits rows],
+            else empty.
         outputs: z [rows K], rstd [rows] and mu [rows]; mu may be empty.
         width: numbers in a row.
         split_width: numbers in a split of it.

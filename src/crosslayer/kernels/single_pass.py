@@ -40,8 +40,9 @@ from .split_products import (
     weight_operand,
 )
 
-# Columns of W of which a piece fits a program: with more, as of 7 streams, registers spill.
-MAX_COLUMNS = 64
+# The most columns of W of which a piece fits in a program's registers. mHC has more from 8 streams
+# on.
+_MAX_COLUMNS = 64
 
 
 def single_pass_connection(
@@ -78,7 +79,7 @@ def fits_program_and_dtype(
     A sum of float16 streams that is normed stays in float32 until then, and the kernel rounds it.
     """
     rounds_too_early = norm is not None and H.dtype == torch.float16
-    return W.shape[1] <= MAX_COLUMNS and not rounds_too_early
+    return W.shape[1] <= _MAX_COLUMNS and not rounds_too_early
 
 
 @triton.jit

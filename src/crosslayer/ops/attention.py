@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, rstd, upcast_to_float32
+from ..norms import NormSpec, apply_norm, inverse_rms, rms_norm, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import add_weighted_sum, pass_sources_on, plain_weighted_sum, weighted_sum
@@ -50,7 +50,7 @@ def _score(x: Tensor, q: Tensor, eps: float) -> Tensor:
 
 
 class _DepthAttention(Function):
-    """r_l = rstd(X_l),   z_l = r_l ⟨q, X_l⟩,   p = softmax(z),   out = Σ_l p_l X_l
+    """r_l = inverse_rms(X_l),   z_l = r_l ⟨q, X_l⟩,   p = softmax(z),   out = Σ_l p_l X_l
 
     a_l = ⟨dout, X_l⟩,   e_l = a_l − Σ_j p_j a_j,   dz_l = p_l e_l
     dX_l = dX'_l + p_l (dout + project_rms_dx(e_l)),   dq = Σ_l project_rms_dq(dz_l)
@@ -58,7 +58,7 @@ class _DepthAttention(Function):
 
     @staticmethod
     def definition(q: Tensor, eps: float, *X: Tensor) -> tuple[Tensor, ...]:
-        z = torch.stack([rms(x, eps) @ q for x in X], -1)
+        z = torch.stack([rms_norm(x, eps) @ q for x in X], -1)
         return plain_weighted_sum(X, z.softmax(-1)), *X
 
     @staticmethod
@@ -97,7 +97,7 @@ class _DepthAttention(Function):
 
 
 def score_sources(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """r_l = rstd(X_l) and z_sl = r_l ⟨Q_s, X_l⟩.
+    """r_l = inverse_rms(X_l) and z_sl = r_l ⟨Q_s, X_l⟩.
 
     Args:
         X: L tensors [B T D].
@@ -110,9 +110,9 @@ def score_sources(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, T
     if not torch.compiler.is_compiling() and X[0].numel() <= _FEW_ELEMENTS:
         # A copy of all sources takes less time than calling each function once a source.
         H = torch.stack([*X])
-        r = rstd(H, eps)
+        r = inverse_rms(H, eps)
         return r, _project_rms(H, Q, r).movedim(0, -1)
-    r = torch.stack([rstd(x, eps) for x in X])
+    r = torch.stack([inverse_rms(x, eps) for x in X])
     scores = [_project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)]
     return r, torch.stack(scores, -1)
 

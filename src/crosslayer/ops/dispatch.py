@@ -58,9 +58,10 @@ def uses_kernel(x: Tensor) -> bool:
 
 
 def kernel_op(reference: _Op) -> _Op:
-    """Decorate a torch reference: its registered kernel runs instead where `uses_kernel` says so.
+    """Decorate a torch reference: its registered kernel runs instead where it can.
 
-    `uses_kernel` is asked about the first tensor. `reference_of` returns the reference.
+    That is where `uses_kernel` says so of the first tensor, and the kernel supports the arguments.
+    `reference_of` returns the reference.
     """
     name = reference.__name__
 

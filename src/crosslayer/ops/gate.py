@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, upcast_to_float32
+from ..norms import NormSpec, apply_norm, rms_norm, upcast_to_float32
 from .attention import project_rms_dq, project_rms_dx, score_sources
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
@@ -81,7 +81,7 @@ class _GatePool(Function):
         y: Tensor, beta: Tensor, Q: Tensor, eps: float, *S: Tensor
     ) -> tuple[Tensor, ...]:
         gated = gate_streams(S, y, beta)
-        z = torch.stack([rms(s, eps) @ Q.mT for s in gated], -1)
+        z = torch.stack([rms_norm(s, eps) @ Q.mT for s in gated], -1)
         return plain_weighted_sum(gated, z[..., 0, :].softmax(-1)), z[..., -1, :], *gated
 
     @staticmethod

@@ -122,8 +122,8 @@ def add_weighted_sum(start: Tensor | None, X: Sequence[Tensor], w: Tensor) -> Te
         X: L tensors [B T D].
         w: [L] or [B T L].
     """
-    # Where the sum is no more precise than `start`, a gradient much larger than the products, it
-    # would be rounded for every product: it comes last.
+    # `start` is a gradient, much larger than the products. Where the sum has its dtype, each sum
+    # with a product would be rounded to it, so it is added last.
     starts_large = start is not None and start.dtype == w.dtype and len(X) > 1
     # w[..., l, None] is never 0-d, so the product is computed in float32 without a float32 copy of
     # a bf16 source.

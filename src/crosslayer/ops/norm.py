@@ -15,7 +15,7 @@ def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple
     Args:
         h: [B T D].
         y: the pending write [B T D]; None where no write is pending.
-        norm: computed in float32; None for no norm.
+        norm: computed in float32 or wider; None for no norm.
 
     Returns:
         h' and norm(h'), [B T D] each in h's dtype, or in y's where that is wider.

@@ -15,7 +15,10 @@ from ..norms import upcast_to_float32
 
 
 def _prefer_sums(products: int) -> bool:
-    """Whether to write so many products of rows as sums: if inductor compiles and they are few."""
+    """Whether to write so many products of rows as sums: if torch.compile traces and they are few.
+
+    An exported graph has matrix products.
+    """
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and products <= 16
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import rms, rstd, upcast_to_float32
+from ..norms import inverse_rms, rms_norm, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .products import mix_streams, project_back, project_manual_grad, row_dots
@@ -76,7 +76,7 @@ class _WriteNormProject(Function):
         rows = upcast_to_float32(written).reshape(-1, len(W))
         mean = rows.mean(-1, keepdim=True) if centred else None
         rows = rows if mean is None else rows - mean
-        r = rstd(rows, eps)[:, None]
+        r = inverse_rms(rows, eps)[:, None]
         z = project_manual_grad(rows, W) * r
         ctx.save_for_backward(written, None if beta is None else Y, beta, W, z, r, mean)
         ctx.unweighted = describe_unweighted(Y, beta)
@@ -116,7 +116,7 @@ def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor
     rows = upcast_to_float32(H).reshape(*H.shape[:-2], H.shape[-2] * H.shape[-1] // len(W), len(W))
     if centred:
         return F.layer_norm(rows, rows.shape[-1:], eps=eps) @ W
-    return rms(rows, eps) @ W
+    return rms_norm(rows, eps) @ W
 
 
 class _UnweightedWrite(NamedTuple):

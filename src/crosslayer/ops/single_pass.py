@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, rstd, upcast_to_float32
+from ..norms import NormSpec, apply_norm, inverse_rms, rms_norm, upcast_to_float32
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .products import mix_streams, project_back, project_manual_grad, row_dots, stream_gram
@@ -74,7 +74,7 @@ class _SinglePassConnection(Function):
         mixed = upcast_to_float32(H) if res is None else mix_streams(upcast_to_float32(H), res)
         written = torch.addcmul(mixed, beta[..., None], y[..., None, :]).to(H.dtype)
         x = mix_streams(written, pre[..., None]).squeeze(-2)
-        return x, written, project_manual_grad(rms(written.flatten(-2), eps), W)
+        return x, written, project_manual_grad(rms_norm(written.flatten(-2), eps), W)
 
     @staticmethod
     def forward(
@@ -89,7 +89,7 @@ class _SinglePassConnection(Function):
     ) -> tuple[Tensor, ...]:
         ctx.eps = eps
         x, written, z = _SinglePassConnection.definition(H, y, beta, res, pre, W, eps)
-        r = rstd(upcast_to_float32(written).flatten(-2), eps)
+        r = inverse_rms(upcast_to_float32(written).flatten(-2), eps)
         ctx.save_for_backward(H, y, beta, res, pre, W, written, z, r)
         return separate_outputs(x, written, z)
 

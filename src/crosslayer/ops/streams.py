@@ -107,8 +107,7 @@ class _WidthConnection(Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
-        dout = upcast_to_float32(
-            dout
-        ).contiguous()  # the gradient of a sum over streams has stride 0
+        # contiguous: the gradient of a sum over streams has stride 0
+        dout = upcast_to_float32(dout).contiguous()
         dH = mix_streams(dout, res.mT).addcmul_(pre[..., None], upcast_to_float32(dx)[..., None, :])
         return dH.to(H.dtype), row_dots(dx[..., None, :], H), stream_gram(H, dout)

@@ -17,7 +17,8 @@ def _needs_options(name: str) -> bool:
     return inspect.Parameter.empty in default_options(find_method(name)).values()
 
 
-# Every connection with its default options, and every variant that its class names.
+# Every connection with its default options, if all options have defaults; and every variant that
+# its class names.
 DEFAULT_SPECS = [name for name in crosslayer.available() if not _needs_options(name)]
 TESTED_VARIANTS = [
     spec for name in crosslayer.available() for spec in find_method(name).test_variants

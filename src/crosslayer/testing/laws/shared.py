@@ -29,8 +29,9 @@ every_method = pytest.mark.parametrize(
 every_option = pytest.mark.parametrize(
     ("spec", "parallel"), make_cases(TESTED_SPECS, False) + make_cases(DEFAULT_SPECS, True)
 )
-# A law that options can break in parallel blocks alone.
-every_start = pytest.mark.parametrize(
+# Laws that an option may break in a parallel block and not in a sequential one: every variant as
+# both.
+every_variant_twice = pytest.mark.parametrize(
     ("spec", "parallel"), make_cases(TESTED_SPECS, False) + make_cases(TESTED_SPECS, True)
 )
 # Laws that parallel blocks cannot break.
@@ -42,9 +43,9 @@ every_variant_slow = pytest.mark.parametrize(
 every_sequential = pytest.mark.parametrize(("spec", "parallel"), make_cases(DEFAULT_SPECS, False))
 # A compilation takes seconds: one method is compiled in the fast tests.
 COMPILED_FAST = ["mudd"]
+# Methods that are compiled as a parallel block too.
 COMPILED_PARALLEL = ["mudd", "hyper", "attnres", "mgr"]
-# Each method and these variants, whose gradients are of other operations than their method's, and a
-# method of each kind of state as a parallel block.
+# Variants that call other operations than their methods do by default.
 OTHER_READS = [
     "attnres(block_size=3)",
     "hyper(streams=2, dynamic=False)",

@@ -8,7 +8,7 @@ import crosslayer
 from crosslayer.connection import PRENORM_FUNCTIONS, find_connections
 from crosslayer.testing.tiny_model import TESTED_SPECS, tiny_gpt, token_ids, without_eps
 
-from .shared import every_start, sublayer_output
+from .shared import every_variant_twice, sublayer_output
 
 SITES = crosslayer.plan(layers=2)
 
@@ -39,7 +39,7 @@ def first_reads(
     return [*reads, sites[-1].readout(state)]
 
 
-@every_start
+@every_variant_twice
 def test_starts_as_prenorm_where_it_says_so(spec, parallel):
     prenorm = tiny_gpt("prenorm", parallel, eps=0.0, perturbed=False).double()
     model = tiny_gpt(without_eps(spec), parallel, eps=0.0, perturbed=False).double()
@@ -61,7 +61,7 @@ def test_starts_as_prenorm_where_it_says_so(spec, parallel):
         )
 
 
-@every_start
+@every_variant_twice
 def test_starts_bitwise_as_prenorm_where_it_says_so(spec, parallel):
     prenorm = tiny_gpt("prenorm", parallel, perturbed=False)(token_ids())
     model = tiny_gpt(spec, parallel, perturbed=False)

@@ -15,8 +15,8 @@ from .shared import (
     every_method,
     every_option,
     every_sequential,
-    every_start,
     every_variant,
+    every_variant_twice,
     make_connections,
     run_connections,
     sublayer_output,
@@ -94,7 +94,7 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(spec, parall
     assert error <= 2 * reference_error
 
 
-@every_start
+@every_variant_twice
 def test_float16_has_the_range_of_prenorm(spec, parallel):
     """A sum of streams does not overflow before the norm that follows it."""
     make = crosslayer.make(spec)
