@@ -92,6 +92,7 @@ def test_what_a_plain_model_need_not_have(tmp_path):
         ({"model_type": "crosslayer-lama"}, r"unknown model type 'lama' .did you mean 'llama'\?"),
         ({"model_type": "crosslayer-crosslayer-llama"}, "unknown model type 'crosslayer-llama'"),
         ({"hidden_act": "none"}, "KeyError: 'none'"),
+        ({"crosslayer": ..., "model_type": ...}, "its config.json has no model_type"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

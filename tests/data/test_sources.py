@@ -370,3 +370,23 @@ def test_a_path_of_two_colons_is_one_line(tmp_path):
     (tmp_path / "a::b.txt").write_text("text")
     with pytest.raises(ValueError, match=r"a::b\.txt: a path with :: cannot be read; rename it"):
         list(read_documents(str(tmp_path / "a::b.txt")))
+
+
+@pytest.mark.parametrize(
+    ("url", "builder", "unit"),
+    [
+        ("https://hub.org/train.parquet?download=true", "parquet", None),
+        ("https://hub.org/train.jsonl?download=true", "text", "line"),
+        ("https://hub.org/a.parquet/book.txt?download=true", "text", "document"),
+        ("hf://datasets/a/b/*.json*", "text", "line"),
+    ],
+)
+def test_the_kind_of_a_url_is_before_its_query(url, builder, unit, monkeypatch):
+    calls = []
+    rows = [{"text": '{"text": "a"}' if unit == "line" else "a"}]
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, **options: calls.append((name, options)) or rows
+    )
+    assert texts(url) == ["a"]
+    ((name, options),) = calls
+    assert (name, options.get("sample_by")) == (builder, unit)

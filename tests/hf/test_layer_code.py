@@ -391,6 +391,12 @@ class TwoWayBlock(Block):
         return x + self.mlp(self.ln_2(x))
 
 
+class NoInputBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp()
+
+
 class ByTurnsBlock(Block):
     """One module unpacked into two names, then into three."""
 
@@ -429,6 +435,7 @@ def test_functions_that_know_modules():
         (DeviceBlock, "it gives attn an argument that it makes itself, doubled=device"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
         (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),
+        (NoInputBlock, "it calls mlp without an input"),
         (ByTurnsBlock, r"does more than to call its modules \(ValueError: .*values to unpack"),
     ],
 )

@@ -28,6 +28,7 @@ from crosslayer.train.compare import prepare_comparison, run_comparison, run_fol
 from crosslayer.train.comparison_results import DivergedRun, describe_environment
 from crosslayer.train.method_code import code_digest
 from crosslayer.train.optimizers import build_optimizers, lr_schedule, warmup_steps
+from crosslayer.train.parallel import launched_ranks
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_differences, plot_tradeoff
 from crosslayer.train.report_notes import report_notes, run_notes
@@ -504,6 +505,21 @@ def test_an_arm_whose_batch_the_ranks_cannot_share_says_so_first(text_file, tmp_
     arms = ["prenorm", {"name": "b", "connection": "mudd", "accumulate": 2}]
     with pytest.raises(ValueError, match=r"'b': batch must be .* × accumulate, got 2 for 2 × 2"):
         prepare_comparison(recipe({**TINY, "data": text_file}, *arms), 1, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but the environment lacks RANK, "),
+        ({"LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE is 1, expected a multiple of LOCAL_WORLD_SIZE, 2;"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number of processes, got 'two'"),
+    ],
+)
+def test_a_part_of_what_torchrun_sets_is_an_error(sizes, message, monkeypatch):
+    for name, value in sizes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        launched_ranks()
 
 
 def test_what_an_arm_may_change_later(text_file, tmp_path):

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.loggers import Logger
+from lightning.pytorch.loggers import WandbLogger
 
 from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
@@ -484,15 +485,23 @@ def test_each_run_has_its_own_loggers(text, monkeypatch):
 
     class FakeLogger(Logger):
         version = None
+        _experiment = None
 
         def __init__(self, name):
-            self.fake_name, self.experiment = name, Experiment(name)
+            self.fake_name = name
 
         name = property(lambda self: self.fake_name)
 
-        def log_metrics(self, metrics, step=None):
-            if events[-1:] != [self.name]:
+        @property
+        def experiment(self):
+            """As in lightning's loggers, which begin a run where there is none."""
+            if self._experiment is None:
+                self._experiment = Experiment(self.name)
                 events.append(self.name)
+            return self._experiment
+
+        def log_metrics(self, metrics, step=None):
+            assert self.experiment
 
         def log_hyperparams(self, *args, **kwargs): ...
 
@@ -500,8 +509,11 @@ def test_each_run_has_its_own_loggers(text, monkeypatch):
         "crosslayer.train.run.make_loggers", lambda names, folder, name: [FakeLogger(name)]
     )
     run({"data": text}, "prenorm", stop=11)
+    with pytest.raises(ValueError, match="streams"):
+        run({"data": text}, "hyper(streams=0)")  # which cannot be built
     run({"data": text}, "mudd")
     assert events == ["prenorm", "prenorm ended with 1", "mudd", "mudd ended with 0"]
+    assert "_experiment" in WandbLogger.__init__.__code__.co_names, "as in FakeLogger"
 
 
 class Payload:

@@ -6,7 +6,7 @@ from ..validation import check_choice
 from .console import make_console, make_table, print_table, silence_libraries
 from .options import add_specs, make_parser, parse_specs
 
-COLUMNS = (
+_COLUMNS = (
     "connection",
     "parameters",
     "extra parameters",
@@ -76,7 +76,7 @@ def run(options: Any) -> int:
     )
     costs = estimate_costs(specs, config, options.batch, options.context)
     console = make_console()
-    table = make_table("crosslayer cost", COLUMNS)
+    table = make_table("crosslayer cost", _COLUMNS)
     for cost in costs:
         table.add_row(*_table_row(cost, gpu))
     print_table(table, console)
@@ -86,7 +86,7 @@ def run(options: Any) -> int:
 
 
 def _table_row(cost: Any, gpu: Any) -> list[str]:
-    """The cells of `COLUMNS`."""
+    """The cells of `_COLUMNS`."""
     bound = cost.bandwidth_bound_seconds(gpu)
     extra = _format_rounded(1e3 * cost.extra_seconds(gpu), "+.2f")
     return [

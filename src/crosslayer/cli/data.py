@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SHOWN_IDS = 20  # of each set, as text, so that a wrong tokenizer is noticed
 _LINE_SECONDS = 60  # between two lines of progress in a log file
-COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
+_COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
 
 
 def parser() -> Any:
@@ -109,7 +109,7 @@ def _show(folder: str) -> None:
     from ..data.prepared import open_prepared
 
     prepared = open_prepared(folder)
-    table = make_table(f"{folder}: {prepared.source}", COLUMNS)
+    table = make_table(f"{folder}: {prepared.source}", _COLUMNS)
     for name, counts in prepared.counts.items():
         ratio = f"{counts.text_bytes / counts.tokens:.3f}"
         table.add_row(name, *(f"{count:,}" for count in counts), ratio)

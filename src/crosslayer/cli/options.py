@@ -84,9 +84,9 @@ def add_settings(parser: Any) -> None:
     """
     import docstring_parser
 
-    from ..train.settings import DEFAULT_OPTIONS, GROUPS, YAML_ONLY
+    from ..train.settings import DEFAULT_OPTIONS, SETTINGS_GROUPS, YAML_ONLY
 
-    for settings_group in GROUPS:
+    for settings_group in SETTINGS_GROUPS:
         doc = docstring_parser.parse(settings_group.__doc__)
         help_texts = {param.arg_name: param.description for param in doc.params}
         types = get_type_hints(settings_group)

@@ -1,8 +1,10 @@
 """FLOPs of a forward pass: torch's counter, and formulas of what it does not know.
 
 A multiplication or an addition is one FLOP, in matrix products and in weighted sums alike (MUDD,
-Eq. 15; HC, Table 8). Norms, softmax and activation functions are left out. Causal attention counts
-half of T², or TW − W²/2 with a window of W tokens.
+Eq. 15; HC, Table 8), and in the element-wise products and sums that a model's code writes out: in a
+norm like Llama's, in rotary embeddings, in a gated MLP. The subtraction of a norm's mean, softmax,
+and other functions of norms and activations are left out. Causal attention counts half of T², or
+TW − W²/2 with a window of W tokens.
 """
 
 from collections.abc import Callable

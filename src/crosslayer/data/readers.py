@@ -138,8 +138,10 @@ def _read_pattern(subject: str, name: str, pattern: str) -> Iterator[Document]:
     import datasets
 
     suffix = _suffix(Path(pattern))
-    if "://" in pattern and re.search(r"\.jsonl?\b[^/]*$", pattern):
-        suffix = ".jsonl"  # a pattern like *.json*
+    # a URL may end in a query, or in a pattern like *.json*
+    ending = re.search(r"\.(jsonl?|parquet)\b[^/]*$", pattern, re.IGNORECASE)
+    if "://" in pattern and ending:
+        suffix = ".parquet" if ending[1].lower() == "parquet" else ".jsonl"
     options: dict[str, Any] = {"split": "train", "streaming": True, "data_files": pattern}
     builder = "parquet" if suffix == ".parquet" else "text"
     if builder == "parquet":

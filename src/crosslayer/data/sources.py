@@ -46,7 +46,7 @@ class TextSource:
     Args:
         kind: "stdlib"; "files"; "remote", files by a URL; "dataset", what `load_dataset` finds by
             name; "saved", a folder of `save_to_disk`; "tokens", files of token ids; "prepared", a
-            folder of them.
+            folder that `crosslayer data prepare` wrote.
         path: the file, the folder, the URL, the pattern, or the name on the Hub.
         config: the configuration of a dataset with several.
         split: of a dataset.

@@ -97,7 +97,7 @@ def check_token_files(place: str) -> None:
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:
-    """Without a copy where there is one piece."""
+    """The pieces as one array. A single piece is not copied."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 

@@ -42,7 +42,7 @@ def read_id_sets(place: str, tokenizer: Tokenizer) -> dict[str, TokenStream]:
 
 
 def read_id_documents(place: str, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of all sets of a source, as ids.
+    """The documents of a source, as ids: of all files, or of a prepared folder's validation sets.
 
     Raises:
         ValueError: they are no ids of this tokenizer.

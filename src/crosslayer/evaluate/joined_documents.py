@@ -54,8 +54,8 @@ def joined_perplexity(
     ends = end_tokens(tokenizer, model)
     if not ends and len(documents) > 1:
         raise ValueError(
-            "neither the tokenizer nor the model's config has a token that ends a text, to join "
-            "documents with; score the documents separately"
+            "neither the tokenizer nor the model's generation config has a token that ends a text, "
+            "to join documents with; score the documents separately"
         )
     stream = _join(documents, next(iter(ends), 0))
     if len(stream) < 2:

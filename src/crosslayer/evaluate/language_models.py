@@ -87,7 +87,7 @@ def find_first_token(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedMod
 
 
 def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> list[int]:
-    """The tokens that end a text: the tokenizer's, or those of the model's config, or none."""
+    """The tokens that end a text: the tokenizer's, or those of the model's generation config."""
     given = tokenizer.eos_token_id
     if given is None:
         given = getattr(model.generation_config, "eos_token_id", None)

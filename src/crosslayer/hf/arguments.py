@@ -82,7 +82,12 @@ def second_streams(layer: nn.Module) -> dict[str, Any]:
 def arguments_as_read(
     layer: nn.Module, unread_values: Sequence[tuple[str, UnreadValue]]
 ) -> dict[str, Any]:
-    """All arguments that a layer was read with, by the values that it was not read with."""
+    """The arguments with which a layer was read.
+
+    Args:
+        layer: of the host.
+        unread_values: of its `LayerWiring`. A second stream that is "given" there was left out.
+    """
     unread = {name for name, value in unread_values if value == "given"}
     streams = second_streams(layer).items()
     return layer_arguments(layer) | {name: s for name, s in streams if name not in unread}

@@ -312,7 +312,7 @@ FUSED_PROJECTIONS: dict[str, Callable[[Any], FusedQKV]] = {
     "CausalSelfAttention.qkv": _litgpt_qkv,
     "FusedQKVLinear.wqkv": _torchtitan_qkv,
 }
-OWN_PROJECTIONS = frozenset(FUSED_PROJECTIONS)  # the others are of users
+OWN_PROJECTIONS = frozenset(FUSED_PROJECTIONS)  # crosslayer's own rows; users may add others
 
 
 def _adaln_zero(

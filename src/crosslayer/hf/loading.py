@@ -237,6 +237,10 @@ def _saved_class(config_dict: dict[str, Any], folder: Path) -> Any:
 
 def _config_class(config_dict: dict[str, Any], folder: Path) -> Any:
     """The class of transformers' config for the model type in config.json."""
+    if "model_type" not in config_dict:
+        raise ValueError(
+            f"{folder}: its config.json has no model_type, so it is no model of transformers"
+        )
     model_type = host_config_dict(config_dict)["model_type"]
     if model_type not in CONFIG_MAPPING or model_type.startswith(MODEL_TYPE_PREFIX):
         own_code = ""

@@ -286,10 +286,10 @@ def _is_local_name(name: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _has_attribute(module: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(module, name):
-            return False
-        module = getattr(module, name)
+    try:
+        find_attribute(module, path)
+    except AttributeError:
+        return False
     return True
 
 

@@ -93,6 +93,8 @@ class _Recorder(Observer):
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         arguments = name_arguments(module, args, kwargs)
+        if not arguments:
+            raise ValueError(f"it calls {path} without an input")
         first, *others = arguments
         inputs = self.decompose(arguments.pop(first), path)
         by_name = {*kwargs, residual_argument(module)}

@@ -103,6 +103,11 @@ def _has_forward(module: nn.Module) -> bool:
     return original_class(module).forward is not nn.Module.forward
 
 
+def _phase(name: str) -> int:
+    """A number of a module's path or an argument's name. Other names have other ones, mostly."""
+    return sum(place * ord(char) for place, char in enumerate(name, start=1))
+
+
 class _Functions(Observer):
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
@@ -118,14 +123,13 @@ class _Functions(Observer):
         of_layer = {k: v for k, v in named.items() if isinstance(v, LayerArgument)}
         self.arguments[path] = of_layer | constant_arguments(module, named)
         residual = named.get(residual_argument(module), 0)
-        # Each module has another phase, which is the same in both runs.
-        return torch.sin(2 * x.double() + sum(map(ord, path))) + residual
+        return torch.sin(2 * x.double() + _phase(path)) + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return torch.sin(x.double() + p)
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
-        return torch.sin(x.double() + sum(map(ord, product.argument)))
+        return torch.sin(x.double() + _phase(product.argument))
 
 
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:

@@ -9,7 +9,7 @@ from .compare import Comparison
 def differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
     """The options in which the arms differ, with the names of the arms that have each value.
 
-    Options that change losses by rounding alone are left out.
+    `CHANGEABLE_OPTIONS` are left out.
     """
     differing = {}
     for name, values in option_values(comparison).items():

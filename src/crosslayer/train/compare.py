@@ -44,7 +44,7 @@ from .rate_search import best_factor, names_at_rates, next_factor, scale_rates
 from .recipe import Arm, Recipe
 from .run import train_arm
 from .run_state import RunResult, StepResult
-from .settings import RATES, OptimizationSettings
+from .settings import RATE_OPTIONS, OptimizationSettings
 from .signals import StopSignals
 from .task import Examples, build_model, check_out_of_data, check_vocab, load_examples
 from .trainer import RunDiverged
@@ -264,8 +264,10 @@ def _rates_in_options(recipe: Recipe) -> Recipe:
 
     An override would replace a scaled rate too.
     """
-    rates = {name: value for name, value in recipe.overrides.items() if name in RATES}
-    overrides = {name: value for name, value in recipe.overrides.items() if name not in RATES}
+    rates = {name: value for name, value in recipe.overrides.items() if name in RATE_OPTIONS}
+    overrides = {
+        name: value for name, value in recipe.overrides.items() if name not in RATE_OPTIONS
+    }
     arms = []
     for arm in recipe.arms:
         options = {name: value for name, value in arm.options.items() if name not in rates}

@@ -22,7 +22,7 @@ from .settings import CHANGEABLE_OPTIONS
 class DivergedRun:
     """A run that ended with a loss or a gradient that was not finite, or a loss that rose too far.
 
-    The loss is text, as JSON has no NaN. `problem` says what was wrong. `method_code` is that of
+    The loss is a text like "nan". `problem` says what was wrong. `method_code` is that of
     `RunResult`.
     """
 

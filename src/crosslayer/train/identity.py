@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..run_folders import DATA_DIGEST
-from .settings import DEFAULT_OPTIONS, GROUP_OF_OPTION, RATES, ModelSettings, Settings
+from .settings import DEFAULT_OPTIONS, GROUP_OF_OPTION, RATE_OPTIONS, ModelSettings, Settings
 
 # Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
 PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
@@ -67,7 +67,7 @@ def distance_to_baseline(
     """
     own = {**DEFAULT_OPTIONS, **options, "reallocate": False}
     other = {**DEFAULT_OPTIONS, **of_prenorm}
-    names = (own.keys() | other.keys()) - PLACES_OF_DATA - set(RATES)
+    names = (own.keys() | other.keys()) - PLACES_OF_DATA - set(RATE_OPTIONS)
     differing = [name for name in names if own.get(name) != other.get(name)]
     differs_in_model = any(GROUP_OF_OPTION.get(name) is ModelSettings for name in differing)
     return differs_in_model, "steps" in differing, len(differing)

@@ -47,11 +47,14 @@ def make_loggers(names: Collection[str], folder: Path, run_name: str) -> list[An
 
 
 def close_loggers(fabric: Fabric, status: Literal["success", "failed"]) -> None:
-    """End the run of each of Fabric's loggers, so that the next run in this process has its own."""
+    """End the run that each of Fabric's loggers has begun, so that the next run in this process has
+    its own.
+    """
     for logger in fabric.loggers:
         logger.finalize(status)
-        # W&B has one open run in a process, which its next logger would continue
-        finish = getattr(getattr(logger, "experiment", None), "finish", None)
+        # W&B has one open run in a process, which its next logger would continue. The property
+        # `experiment` would begin a run where nothing was logged.
+        finish = getattr(getattr(logger, "_experiment", None), "finish", None)
         if finish is not None:
             finish(exit_code=int(status == "failed"))
 
@@ -59,7 +62,8 @@ def close_loggers(fabric: Fabric, status: Literal["success", "failed"]) -> None:
 def write_metrics(fabric: Fabric, folder: Path | None, step: int, metrics: dict[str, Any]) -> None:
     """Write the metrics of a step to metrics.jsonl, a line each time, and to Fabric's loggers.
 
-    None is written as null, and left out for Fabric's loggers.
+    None is written as null, and left out for Fabric's loggers. Numbers that are not finite are
+    written as NaN and Infinity, which Python's `json` reads.
 
     Args:
         fabric: rank 0 writes.

@@ -80,9 +80,14 @@ def launched_ranks() -> tuple[int, int]:
     missing = [name for name in _RANK_VARIABLES if name not in os.environ]
     if sizes[0] > 1 and missing:
         raise ValueError(
-            f"WORLD_SIZE is {sizes[0]}, but {', '.join(missing)} are not set: nobody starts the "
-            "other processes; start all with torchrun, which sets these variables, or unset "
-            "WORLD_SIZE"
+            f"WORLD_SIZE is {sizes[0]}, but the environment lacks {', '.join(missing)}: nobody "
+            "starts the other processes; start all with torchrun, which sets these variables, or "
+            "unset WORLD_SIZE"
+        )
+    if sizes[0] % sizes[1]:
+        raise ValueError(
+            f"WORLD_SIZE is {sizes[0]}, expected a multiple of LOCAL_WORLD_SIZE, {sizes[1]}; start "
+            "all processes with torchrun, or unset both"
         )
     return sizes[0], sizes[1]
 

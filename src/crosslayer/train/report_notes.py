@@ -16,7 +16,7 @@ from .rate_search import best_factor, is_limit, names_at_rates, next_factor
 from .recipe import Arm
 from .results_table import TableRow, differing_execution, find_baseline_arms, result_table
 from .run_state import RunResult
-from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Settings
+from .settings import CHANGEABLE_OPTIONS, RATE_OPTIONS, DataSettings, ModelSettings, Settings
 
 SAME_RATE = "at the given lr"
 _SPEED_NOTE = (
@@ -26,7 +26,8 @@ _SPEED_NOTE = (
 # A warm-up of fewer steps can favour other connections over pre-norm (docs/evidence.md).
 _SHORT_WARMUP = 48
 
-# Arms that differ in none of these have the same data, batches, backbone weights, learning rates.
+# Arms that differ in none of an entry's options have the same data, batches or initial backbone
+# weights; `_OPTIONS_OF_RATES` below decide the learning rates.
 _DATA_OPTIONS = {"data", "valid", "tokenizer", "context", "task_options", "model_config"}
 _BATCH_OPTIONS = {"steps", *(field.name for field in fields(DataSettings))} - CHANGEABLE_OPTIONS
 _WEIGHT_OPTIONS = {"precision", *_DATA_OPTIONS, *(field.name for field in fields(ModelSettings))}
@@ -35,7 +36,7 @@ _RATE_SCALES = {
     "connection_lr_scale": "the connections' parameters",
     "embedding_lr_scale": "embeddings",
 }
-_RATE_OPTIONS = {*RATES, *_RATE_SCALES, "optimizer"}
+_OPTIONS_OF_RATES = {*RATE_OPTIONS, *_RATE_SCALES, "optimizer"}
 
 
 def report_notes(comparison: Comparison) -> list[str]:
@@ -315,7 +316,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
     rates_text = "one learning rate for all"
     if comparison.search_rates:
         rates_text = "each arm at its best rate of those tried"
-    elif _RATE_OPTIONS & differing.keys():
+    elif _OPTIONS_OF_RATES & differing.keys():
         rates_text = "each arm at its given rate"
     return notes + _interval_notes(rows, rates_text)
 

@@ -7,7 +7,7 @@ from typing import Any, Self, get_type_hints
 
 from ..validation import check_option_type
 
-_STEPS_OF_ANY_RISE = 20  # the first ones, in which a loss may rise as it likes
+_STEPS_OF_ANY_RISE = 20  # the first ones, which have no limit of a loss's rise
 _RUNNING_LOSS_DECAY = 0.95  # of the running mean, from one step to the next
 RECENT_STEPS = 200  # whose mean training loss is a result, and most of which must be stable
 
@@ -100,8 +100,8 @@ class RunState:
         Args:
             loss: of the step.
             grad_norm: of the step.
-            max_loss_rise: how far above the running mean a loss is unstable; 0 for no limit. In
-                the first `_STEPS_OF_ANY_RISE` steps no rise is.
+            max_loss_rise: how far above the running mean a loss is unstable; 0 for no limit. The
+                first 20 steps have no limit.
 
         Returns:
             False where the loss or the gradient is not finite, or the loss rose too far.

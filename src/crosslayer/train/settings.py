@@ -124,8 +124,8 @@ class OptimizationSettings:
         optimizer: adamw; or muon for the layers' 2-d matrices, with AdamW for all other parameters.
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
-        connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`. A
-            command without a recipe, `lr` and a pretrained model takes 0.1.
+        connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`. On
+            the command line the default is 0.1 where neither a recipe nor `lr` is given.
         embedding_lr_scale: learning rate of the embeddings and of heads tied to them, as a multiple
             of `lr`. Their weight decay is divided by it, so that rate × weight decay stays.
         weight_decay: weight decay of matrices; each connection declares which of its parameters
@@ -264,9 +264,14 @@ class EngineSettings:
             )
 
 
-GROUPS: tuple[Any, ...] = (ModelSettings, DataSettings, OptimizationSettings, EngineSettings)
-GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
-RATES = ("lr", "muon_lr")  # what a search of the learning rate changes
+SETTINGS_GROUPS: tuple[Any, ...] = (
+    ModelSettings,
+    DataSettings,
+    OptimizationSettings,
+    EngineSettings,
+)
+GROUP_OF_OPTION = {f.name: group for group in SETTINGS_GROUPS for f in fields(group)}
+RATE_OPTIONS = ("lr", "muon_lr")  # what a search of the learning rate changes
 
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
@@ -316,7 +321,7 @@ class Settings(NamedTuple):
             if name is not None:
                 options["tokenizer"] = name
         groups = []
-        for group in GROUPS:
+        for group in SETTINGS_GROUPS:
             own = {name: v for name, v in options.items() if GROUP_OF_OPTION[name] is group}
             groups.append(group(**own))
         return cls(*groups)
@@ -367,7 +372,9 @@ class Settings(NamedTuple):
         }
 
 
-DEFAULT_OPTIONS = {name: value for group in GROUPS for name, value in vars(group()).items()}
+DEFAULT_OPTIONS = {
+    name: value for group in SETTINGS_GROUPS for name, value in vars(group()).items()
+}
 
 
 def parse_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -403,7 +410,7 @@ def _may_be_converted(value: Any, annotation: Any) -> bool:
 @cache
 def _option_types() -> dict[str, Any]:
     types: dict[str, Any] = {}
-    for group in GROUPS:
+    for group in SETTINGS_GROUPS:
         types |= get_type_hints(group)
     return types
 
@@ -413,6 +420,6 @@ def _option_parser() -> Any:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
-    for group in GROUPS:
+    for group in SETTINGS_GROUPS:
         parser.add_class_arguments(group, None)
     return parser

@@ -28,7 +28,7 @@ class StepTimer:
         self._durations: deque[float] = deque(maxlen=_TIMED_STEPS)  # of the steps after them
 
     def record(self, duration: float) -> float:
-        """Record how long a step took; what it adds to the seconds of training."""
+        """Record a step's duration in seconds; what it adds to the seconds of training."""
         self.steps += 1
         if len(self._first_durations) < _WARM_UP_STEPS:
             self._first_durations.append(duration)
@@ -44,9 +44,15 @@ class StepTimer:
         return bool(self._durations)
 
     def median(self) -> float:
-        """Of the last steps; before the process is warm, the fastest of the first ones."""
+        """The median duration of the last steps, in seconds.
+
+        Before the process is warm, the shortest of the first steps.
+        """
         return statistics.median(self._durations or [min(self._first_durations)])
 
     def mean(self) -> float:
-        """Of the same. On a machine with other work some steps take far longer than the median."""
+        """The mean duration of the same steps, in seconds.
+
+        Other work on the machine makes some steps far longer than the median.
+        """
         return statistics.fmean(self._durations or [min(self._first_durations)])
