@@ -90,7 +90,8 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
     """How much compute pre-norm would need for each arm's losses at each size.
 
     Compute is 6 × parameters × tokens. Pre-norm's losses of all sizes are fitted by a power law;
-    "" before two sizes have run, or where they do not fall. Its own row shows how well that fits.
+    "" before two sizes have two seeds, or where they do not fall. Its own row shows how well that
+    fits.
     """
     varied = {option for plan in part.plans for option in plan.options}
     columns = {
@@ -121,7 +122,12 @@ def _multiplier_cell(law: PowerLaw, study: Study, name: str) -> str:
 
 
 def _compute_and_losses(study: Study, name: str) -> tuple[list[float], list[float]]:
-    """The compute of each compared run of an arm, and its loss."""
+    """The compute of each compared run of an arm, and its loss; none of an arm with one seed.
+
+    One seed has no interval, and would move the power law as much as the mean of several.
+    """
     runs = study.compared_runs(name).values()
+    if len(runs) < 2:
+        return [], []
     computes = [float(FLOPS_PER_PARAMETER * run.parameters * study.tokens) for run in runs]
     return computes, [run.valid_loss for run in runs]
