@@ -16,6 +16,8 @@ from crosslayer.inspect.training import PowerLaw, estimate_multiplier, fit_power
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 from crosslayer.number_texts import NOT_KNOWN, markdown_table
 
+_FEWEST_SEEDS = 3  # of an arm whose losses are fitted
+
 
 def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
     """Each arm's difference to pre-norm in each study of a part that has results."""
@@ -90,7 +92,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
     """How much compute pre-norm would need for each arm's losses at each size.
 
     Compute is 6 × parameters × tokens. Pre-norm's losses of all sizes are fitted by a power law;
-    "" before two sizes have two seeds, or where they do not fall. Its own row shows how well that
+    "" before two sizes have three seeds, or where they do not fall. Its own row shows how well that
     fits.
     """
     varied = {option for plan in part.plans for option in plan.options}
@@ -122,12 +124,9 @@ def _multiplier_cell(law: PowerLaw, study: Study, name: str) -> str:
 
 
 def _compute_and_losses(study: Study, name: str) -> tuple[list[float], list[float]]:
-    """The compute of each compared run of an arm, and its loss; none of an arm with one seed.
-
-    One seed has no interval, and would move the power law as much as the mean of several.
-    """
+    """The compute of each compared run of an arm, and its loss; none before enough seeds ran."""
     runs = study.compared_runs(name).values()
-    if len(runs) < 2:
+    if len(runs) < _FEWEST_SEEDS:
         return [], []
     computes = [float(FLOPS_PER_PARAMETER * run.parameters * study.tokens) for run in runs]
     return computes, [run.valid_loss for run in runs]
