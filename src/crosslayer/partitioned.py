@@ -39,7 +39,7 @@ def gathered_parameters(parameters: Iterable[Tensor], changes: bool = False) -> 
 def without_partitioning() -> Iterator[None]:
     """Make usual tensors, also while DeepSpeed partitions all that is built (`zero.Init`).
 
-    `zero.Init` also casts every new tensor to a dtype of its own choice.
+    `zero.Init` also casts every new tensor to one dtype.
     """
     partitioning: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if partitioning is None:
