@@ -216,7 +216,7 @@ def test_what_scores_nothing_is_an_error():
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)).eval()
     for analyse in (measure_site_losses, measure_block_gradients, ablate_sublayers):
         for batches in ([], [{"input_ids": IDS[:, :1]}]):
-            with pytest.raises(ValueError, match=r"nothing was (scored|observed): give at least"):
+            with pytest.raises(ValueError, match="nothing was scored: give at least"):
                 analyse(model, batches)
 
 
@@ -585,7 +585,7 @@ def test_gates_of_mgr():
     assert [site.gate is not None for site in sites] == [False] * 2 + [True] * 7
     gate = sites[4].gate
     assert gate.counts.sum() == 34 * 2
-    assert 0 < gate.minimum < gate.mean < gate.maximum < 1
+    assert 0 < gate.quartiles[0] < gate.mean < gate.quartiles[4] < 1
     assert (gate.quartiles.diff(dim=-1) >= 0).all()
 
 

@@ -1,5 +1,6 @@
 """Several models as seeds of one arm or steps of one run; samples in groups; and images."""
 
+import dataclasses
 import json
 import math
 from functools import partial
@@ -43,6 +44,7 @@ from crosslayer.inspect.seed_averages import (
     seed_deviation,
     seed_mean,
 )
+from crosslayer.inspect.similarity import DepthDistances
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.small_models import LANGUAGE, VISION, build_small
@@ -152,7 +154,7 @@ def test_means_of_other_weights_are_refused():
 
 def test_negative_values_are_in_the_picture():
     axes = Figure().subplots()
-    draw_lines(axes, [list("0123")], [("m", [1.0, 0.4, 0.01, -0.3])], name="cosine")
+    draw_lines(axes, [list("0123")], [("m", [1.0, 0.4, 0.01, -0.3])], y_title="cosine")
     assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -0.3
 
 
@@ -163,7 +165,7 @@ def test_models_of_different_sites_share_an_axis_by_label():
         [*(f"{layer}.{port}" for layer in range(3) for port in ("attn", "mlp")), "readout"],
     ]
     lines = [(name, [1.0] * len(own)) for name, own in zip("ab", sites, strict=True)]
-    draw_lines(axes, sites, lines, name="RMS")
+    draw_lines(axes, sites, lines, y_title="RMS")
     labels = [label.get_text() for label in axes.get_xticklabels()]
     ticks = dict(zip(axes.get_xticks(), labels, strict=True))
     assert len(ticks) == 9 and ticks[8] == "readout"
@@ -220,6 +222,45 @@ def test_a_mixed_bag_is_averaged_by_configuration(seeds):
     assert describe_configuration(same) != describe_configuration(language_model(None, layers=3))
 
 
+def test_every_step_is_a_mean_over_the_same_runs():
+    """Run A lacks step 2. The others are given in another order at each step."""
+
+    def model(run: str, step: int, value: float) -> ModelInspection:
+        return ModelInspection(f"{run}{step}", "hyper", {"value": value}, {}, run=run, step=step)
+
+    models = [model("A", 1, 9.0), model("C", 1, 3.0), model("B", 1, 1.0)]
+    models += [model("B", 2, 2.0), model("C", 2, 4.0)]
+    averaged = average_groups(models, ["24"] * len(models))
+    assert [(found.name, found["value"]) for found in averaged] == [
+        ("A1", 9.0),
+        ("hyper, mean of 2, step 1", 2.0),
+        ("hyper, mean of 2, step 2", 3.0),
+    ]
+    for mean in averaged[1:]:
+        assert [seed.run for seed in mean.seeds] == ["B", "C"]
+
+
+def test_a_stream_that_is_static_in_some_seeds():
+    """Two seeds of three: the picture of the mean has all three, and their deviation."""
+    seeds = []
+    for distance in (0.01, 0.01, 0.4):
+        between = distance * (1 - torch.eye(3))
+        distances = DepthDistances(
+            ["0.attn", "1.attn", "readout"], between, between[None], between, [True] * 3
+        )
+        seeds.append(ModelInspection(f"M{distance}", "mgr", {"distances": distances}, {}))
+    panels = dict(SECTION["distances"].panels([average_seeds(seeds, "mean")]))
+    drawn = panels["mean: stream 0"].keywords
+    assert drawn["values"].nan_to_num().max() == pytest.approx(0.14)
+    assert "static" not in drawn["column_title"]
+    deviation = panels["mean: stream 0, deviation over 3 seeds"].keywords["values"]
+    assert deviation.nan_to_num().max() == pytest.approx(
+        torch.tensor([0.01, 0.01, 0.4]).std().item()
+    )
+    (_, of_seed) = SECTION["distances"].panels(seeds[:1])[1]
+    assert "static" in of_seed.keywords["column_title"]
+
+
 def test_whole_numbers_that_seeds_share_stay_whole():
     for combine, expected in ((seed_mean, 3), (seed_deviation, 0)):
         combined = combine_values([3, 3], combine)
@@ -260,7 +301,17 @@ def test_the_steps_of_two_runs():
     assert SECTION["steps"].panels(models[1:]) == []
     scalars = collect_scalars(models[0].results)
     assert scalars["scales.readout.output_rms"] == models[0]["scales"][-1].output_rms
-    assert find_step("runs/a/models/step-000400") == ("runs/a", 400)
+    unchanged = [models[0], dataclasses.replace(models[0], step=10)]
+    assert SECTION["steps"].panels(unchanged) == []
+
+
+def test_the_run_of_a_step(tmp_path, monkeypatch):
+    models = tmp_path / "a" / "models"
+    models.mkdir(parents=True)
+    monkeypatch.chdir(models)
+    assert (
+        find_step("step-000400") == find_step("../models/step-000400") == (str(models.parent), 400)
+    )
     assert find_step("runs/a/model") == ("", None)
 
 

@@ -687,6 +687,22 @@ def test_a_run_that_was_executed_otherwise_is_said():
     assert not any("accumulate" in group.label for group in groups)
 
 
+def test_every_depth_is_drawn():
+    """More depths than line styles."""
+    runs = []
+    for layers in range(2, 8):
+        for width in (1, 2):
+            settings = {"layers": layers, "dim": 16 * width}
+            size = {"parameters": 1e5 * layers * width**2, "valid_loss": 3.0 - 0.1 * width}
+            runs.append(replace(planted_run(0, settings), result=size, name=f"{layers} {width}"))
+    (view,) = [view for view in TRAINING_VIEWS if view.name == "depths"]
+    panels = dict(view.draw_panels(GroupedRuns(group_runs(runs))))
+    lines = panels["against size"].keywords["lines"]
+    assert sum(len(line.x) for line in lines) == len(runs)
+    assert len(lines) == 6
+    render_figure(list(panels.items()))
+
+
 def test_seeds_with_another_first_validation_set_are_no_group():
     """The loss of a run is that of its first set, and a digest is of all of them."""
     orders = [{"valid": {"a": "a", "b": "b"}}, {"valid": {"b": "b", "a": "a"}}]

@@ -55,6 +55,10 @@ def test_cost_to_an_equal_loss():
     assert cost_to_loss(steps, plain, 2.75) == 15
     assert cost_to_loss(steps, plain, 1.0) is None
     assert cost_to_loss(steps, better, plain[-1]) == 10
+    assert (
+        cost_to_loss(steps, [4.0, math.nan, 2.5, 2.0], 3.25) == 10
+    )  # between the losses beside it
+    assert cost_to_loss(steps[:2], [math.nan, 1.0], 2.0) == 10
     assert loss_at_cost(steps, plain, 15) == 2.75
     assert loss_at_cost(steps, plain, 31) is None
 
@@ -73,6 +77,8 @@ def test_power_law_and_multiplier_of_known_curves():
         estimate_multiplier(fit_power_law(sizes, plain[::-1]), sizes, plain)
     with pytest.raises(ValueError, match="at least two sizes"):
         fit_power_law([1e8], [2.0])
+    with pytest.raises(ValueError, match="must be positive"):
+        fit_power_law([1e8, 2e8], [2.0, math.nan])
 
 
 @pytest.mark.parametrize(("count", "seeds"), [(3, 5), (4, 1), (8, 1)])

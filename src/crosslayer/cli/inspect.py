@@ -266,11 +266,12 @@ def _inspect_models(
             inspection = inspect_model(name, subject, analyses, show_step)
             run = "" if step is None else run
             inspections.append(replace(inspection, run=run, step=step))
+            del subject  # before the next model is opened
     if options.average:
         inspections = average_groups(inspections, configurations)
         if not any(inspection.seeds for inspection in inspections):
             console.print(
-                "No two models have the same configuration and step: there is no mean over seeds."
+                "No two models have the same configuration and steps: there is no mean over seeds."
             )
     shown = [f"{', '.join(names)}: {subject}" for subject, names in seen.items()]
     return inspections, f"{options.data}. {'; '.join(shown)}."
@@ -364,7 +365,7 @@ def _choose_sections(words: list[str]) -> _SectionChoice:
         _TRAINING: views,
     }
     known |= {name: [name] for name in known["all"]}
-    names = [name for word in words for name in word.split(",") if name]
+    names = list(filter(None, ",".join(words).split(",")))
     for name in names:
         if name not in known:
             raise ValueError(

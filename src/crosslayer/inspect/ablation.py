@@ -30,8 +30,8 @@ Removal = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class SublayerAblation:
-    """Loss of a language model, or of a classifier of images, without each sub-layer.
+class PartAblation:
+    """Loss of a language model, or of a classifier of images, without each sub-layer or way.
 
     "Without" means that the sub-layer's output y is zero. The connection handles this zero as any
     output: a stream that is gated towards y shrinks.
@@ -73,7 +73,7 @@ class PruningCurve:
     losses: list[float]
 
 
-def ablate_sublayers(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation:
+def ablate_sublayers(model: nn.Module, batches: Sequence[ModelInputs]) -> PartAblation:
     """The loss without each sub-layer: one pass over the batches a sub-layer.
 
     Args:
@@ -98,7 +98,7 @@ def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAbla
     return BlockAblation(perplexity, [label for label, _ in removals], increases)
 
 
-def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation | None:
+def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> PartAblation | None:
     """The loss without each mixture of MUDD: the ways it feeds read X_l, as in a plain residual.
 
     None for a model without ways.
@@ -113,10 +113,10 @@ def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAbl
 
 def _ablate_parts(
     model: nn.Module, batches: Sequence[ModelInputs], removals: Sequence[tuple[str, Removal]]
-) -> SublayerAblation:
+) -> PartAblation:
     loss, losses = losses_without(model, batches, [removal for _, removal in removals])
     labels = [label for label, _ in removals]
-    return SublayerAblation(loss, labels, [without - loss for without in losses])
+    return PartAblation(loss, labels, [without - loss for without in losses])
 
 
 @torch.no_grad()

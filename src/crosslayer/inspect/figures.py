@@ -52,8 +52,10 @@ def draw_matrix(
     """
     shown = values.double().clone()
     shown[shown == 0] = float("nan")
-    largest = values.abs().nan_to_num().max().item() if values.numel() else 1.0
-    limit = limit or largest or 1.0
+    if limit is None and values.numel():
+        limit = values.abs().nan_to_num().max().item()
+    if not limit:  # nothing to colour
+        limit = 1.0
     low = -limit if signed else 0.0
     colours = _SIGNED_MAP if signed else POSITIVE_MAP
     image = axes.imshow(
@@ -80,8 +82,8 @@ def draw_lines(
     axes: Any,
     labels: Sequence[Sequence[str]],
     lines: Sequence[tuple[str, Sequence[float]]],
-    name: str,
-    depth: str = "site",
+    y_title: str,
+    x_title: str = "site",
     limits: tuple[float, float] | None = None,
     deviations: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
@@ -91,8 +93,8 @@ def draw_lines(
         axes: of matplotlib.
         labels: of the depths of each line.
         lines: a name and values, each; NaN where there is none.
-        name: of the values, with their unit.
-        depth: what the depths are.
+        y_title: what the values are, with their unit.
+        x_title: what the depths are.
         limits: of the values, where panels share a scale; None for those of the lines.
         deviations: of the values of a line, by its name: a band on both sides.
     """
@@ -106,15 +108,14 @@ def draw_lines(
             ends = (middle - deviation, middle + deviation)
             colour = line_look(number)["color"]
             axes.fill_between(places, *ends, color=colour, alpha=0.2, linewidth=0)
-    low, high = limits or positive_limits([values for _, values in lines])
+    drawn = list(chain.from_iterable(values for _, values in lines))
     if limits is not None:
+        low, high = limits
         axes.set_ylim(low / 1.15, high * 1.15)
-    has_negative = any(value <= 0 for _, values in lines for value in values)
-    if high > LOG_RATIO * low and not has_negative:
-        use_log_scale(axes)
+    use_log_scale_if_wide(axes, drawn, limits)
     label_ticks(axes.xaxis, joined, rotation=90)
-    axes.set_ylabel(name)
-    axes.set_xlabel(depth)
+    axes.set_ylabel(y_title)
+    axes.set_xlabel(x_title)
     finish_lines(axes, len(lines))
 
 
@@ -133,6 +134,21 @@ def _leading_number(label: str) -> float:
     return int(digits[0]) if digits else math.inf
 
 
+def use_log_scale_if_wide(
+    axes: Any, values: Sequence[float], limits: tuple[float, float] | None = None
+) -> None:
+    """A logarithmic vertical axis where no value is zero or negative, and the limits differ much.
+
+    Args:
+        axes: of matplotlib.
+        values: those drawn.
+        limits: where panels share a scale; None for those of the values.
+    """
+    low, high = limits or positive_limits(values)
+    if high > LOG_RATIO * low and not any(value <= 0 for value in values):
+        use_log_scale(axes)
+
+
 def use_log_scale(axes: Any) -> None:
     """A logarithmic vertical axis whose labels are plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -147,7 +163,7 @@ def use_log_scale(axes: Any) -> None:
 
 
 def draw_boxes(
-    axes: Any, labels: Sequence[str], groups: Sequence[tuple[str, Tensor]], name: str
+    axes: Any, labels: Sequence[str], groups: Sequence[tuple[str, Tensor]], y_title: str
 ) -> None:
     """Boxes of several groups side by side at each label.
 
@@ -155,7 +171,7 @@ def draw_boxes(
         axes: of matplotlib.
         labels: of the horizontal axis.
         groups: a name and minimum, 25, 50, 75 % and maximum at each label, [labels 5].
-        name: of the vertical axis.
+        y_title: of the vertical axis.
     """
     width = 0.8 / len(groups)
     for number, ((group, quartiles), colour) in enumerate(zip(groups, COLOURS, strict=False)):
@@ -176,14 +192,14 @@ def draw_boxes(
         drawn["boxes"][0].set_label(group)
     label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_xlim(-0.5, len(labels) - 0.5)
-    axes.set_ylabel(name)
+    axes.set_ylabel(y_title)
     axes.grid(True, axis="y")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
 
 
-def positive_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
+def positive_limits(values: Iterable[float]) -> tuple[float, float]:
     """The smallest and the largest positive value; 1 and 1 where there is none."""
-    positive = [value for values in lines for value in values if value > 0]
+    positive = [value for value in values if value > 0]
     return (min(positive), max(positive)) if positive else (1.0, 1.0)
 
 

@@ -4,20 +4,28 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..losses import exp_or_inf
 from ..plotting import line_look
-from .ablation import BlockAblation, PruningCurve, SublayerAblation
-from .figures import LOG_RATIO, finish_lines, join_labels, label_ticks, use_log_scale
+from .ablation import BlockAblation, PruningCurve, PartAblation
+from .figures import (
+    finish_lines,
+    join_labels,
+    label_ticks,
+    use_log_scale,
+    use_log_scale_if_wide,
+)
 
 
 def draw_ablation(
     axes: Any,
-    models: Sequence[tuple[str, SublayerAblation]],
-    deviations: Mapping[str, SublayerAblation] = MappingProxyType({}),
+    models: Sequence[tuple[str, PartAblation]],
+    deviations: Mapping[str, PartAblation] = MappingProxyType({}),
 ) -> None:
-    """log ΔPPL without each sub-layer, a bar for each model, with its deviation where known."""
+    """The increase of log PPL without each sub-layer, a bar for each model, with its deviation
+    where known.
+    """
     _draw_bars(axes, models, deviations)
     axes.set_ylabel("increase of log perplexity, nats a token")
 
@@ -40,8 +48,8 @@ def draw_block_ablation(
 
 def _draw_bars(
     axes: Any,
-    models: Sequence[tuple[str, SublayerAblation | BlockAblation]],
-    deviations: Mapping[str, SublayerAblation | BlockAblation],
+    models: Sequence[tuple[str, PartAblation | BlockAblation]],
+    deviations: Mapping[str, PartAblation | BlockAblation],
 ) -> None:
     """A bar for each model at each label. Models may lack some labels."""
     labels = join_labels(found.labels for _, found in models)
@@ -61,12 +69,11 @@ def draw_pruning(axes: Any, models: Sequence[tuple[str, PruningCurve]]) -> None:
     """Perplexity against the share of the smallest weights set to zero (DenseFormer Figure 7)."""
     values = []
     for number, (name, curve) in enumerate(models):
-        perplexities = torch.tensor(curve.losses).double().exp()
+        perplexities = [exp_or_inf(loss) for loss in curve.losses]
         shares = [100 * share for share in curve.shares]
         axes.plot(shares, perplexities, label=name, markersize=3, **line_look(number))
-        values.append(perplexities)
-    if torch.cat(values).max() > LOG_RATIO * torch.cat(values).min():
-        use_log_scale(axes)
+        values += perplexities
+    use_log_scale_if_wide(axes, values)
     axes.set_xlabel("% of weights set to zero, the smallest first")
     axes.set_ylabel("perplexity")
     finish_lines(axes, len(models))

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plotting import COLOURS, line_look
-from .figures import POSITIVE_MAP, finish_lines, join_labels, label_ticks
+from ..plotting import COLOURS, DrawPanel, line_look
+from .figures import POSITIVE_MAP, draw_matrix, finish_lines, join_labels, label_ticks
 from .mixing_summary import MixPattern
 from .similarity import CosineSimilarity, DepthDistances
 
@@ -60,9 +61,8 @@ def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind
     finish_lines(axes, len(models))
 
 
-def distance_matrix(distances: DepthDistances, stream: int | None = None) -> dict[str, Any]:
-    """The arguments of `draw_matrix` for the angular distance of the last token between block ℓ and
-    the n-th block after it.
+def distance_panel(distances: DepthDistances, stream: int | None = None) -> DrawPanel:
+    """A matrix of the angular distance of the last token between block ℓ and the n-th after it.
 
     ℓ is on the horizontal axis and n on the vertical one, as in MGR Figures 3, 8 and 9.
 
@@ -72,16 +72,18 @@ def distance_matrix(distances: DepthDistances, stream: int | None = None) -> dic
     """
     values = distances_ahead(distances, stream).clamp_min(1e-12)  # zero would be left blank
     blocks = [str(block) for block in range(len(values) + 1)]
-    return {
-        "values": values.flip(0),  # n grows upwards
-        "rows": blocks[:0:-1],
-        "columns": blocks[:-1],
-        "limit": 0.5,
-        "signed": False,
-        "row_title": "its subsequent n-th block",
-        "column_title": "initial block ℓ",
-        "unit": "angular distance, of π",
-    }
+    is_static = stream is not None and distances.is_static(stream)
+    return partial(
+        draw_matrix,
+        values=values.flip(0),  # n grows upwards
+        rows=blocks[:0:-1],
+        columns=blocks[:-1],
+        limit=0.5,
+        signed=False,
+        row_title="its subsequent n-th block",
+        column_title="initial block ℓ" + (" of a static stream" if is_static else ""),
+        unit="angular distance, of π",
+    )
 
 
 def distances_ahead(distances: DepthDistances, stream: int | None) -> Tensor:

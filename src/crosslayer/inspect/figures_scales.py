@@ -48,7 +48,7 @@ def draw_gate_histogram(axes: Any, gates: Sequence[GateStatistics]) -> None:
     edges = gates[0].edges
     axes.stairs(shares.numpy(), edges.numpy(), fill=True, color=COLOURS[0], alpha=0.8)
     mean = statistics.fmean(gate.mean for gate in gates)
-    largest = max(gate.maximum for gate in gates)
+    largest = max(gate.quartiles[-1].item() for gate in gates)
     axes.axvline(mean, color=COLOURS[1], label=f"mean {mean:.3f}")
     if gates[0].limits == (0, 1):
         small = statistics.fmean(gate.below_tenth for gate in gates)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -39,7 +39,7 @@ class LineSeries:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     notes: Sequence[str] = ()
-    marks: Sequence[tuple[float, float]] = field(default_factory=list)
+    marks: Sequence[tuple[float, float]] = ()
     is_joined: bool = True
     is_marked: bool = False
     style: str = ""
@@ -147,14 +147,14 @@ def focus_on_end(axes: Any, series: Sequence[LineSeries]) -> None:
 
 
 def draw_bars(
-    axes: Any, bars: Sequence[ValueBar], name: str, form: str, start: float = 0.0
+    axes: Any, bars: Sequence[ValueBar], x_title: str, form: str, start: float = 0.0
 ) -> None:
     """Bars with their values, and their intervals where they have them.
 
     Args:
         axes: of matplotlib.
         bars: from top to bottom; names of any length stand beside them.
-        name: of the x axis, with its unit.
+        x_title: of the x axis, with its unit.
         form: of the values, like ".2f".
         start: the value where bars start.
     """
@@ -175,5 +175,5 @@ def draw_bars(
     axes.set_yticks(range(len(bars)), labels, fontsize=font)
     axes.set_ylim(max(len(bars), _FEWEST_BARS) - 0.5, -0.5)
     axes.margins(x=0.3)  # for the values
-    axes.set_xlabel(name)
+    axes.set_xlabel(x_title)
     axes.grid(True, axis="x")

@@ -24,7 +24,7 @@ MIN_SOURCES = 8
 
 @dataclass
 class MapFindings:
-    """Numbers of one unfolded map, all from |c_kj| averaged over tokens.
+    """Numbers of one unfolded map, all from |c_kj|, where c_kj is the mean over tokens.
 
     Attributes:
         lambda_score: the mean weight of the first and the last quarter of sources over that of the
@@ -98,7 +98,7 @@ def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
             if kind in by_kind and layer - source_layers[number] > NEAR_LAYERS:
                 by_kind[kind].append(row[number])
     if not by_kind["attn"] or not by_kind["mlp"]:
-        return float("nan")
+        return math.nan
     attention = torch.stack(by_kind["attn"]).mean()
     mlp = torch.stack(by_kind["mlp"]).mean()
     return (attention / mlp.clamp_min(1e-30)).item()

@@ -31,7 +31,6 @@ class GateStatistics:
         writer: label of the sub-layer whose output is gated.
         limits: the connection's `gate_limits`.
         mean: of all values.
-        minimum, maximum: of all values.
         below_tenth: the share of values below 0.1.
         quartiles: minimum, 25, 50, 75 % and maximum, [5].
         whiskers: the smallest and the largest value within 1.5 interquartile ranges of the box, as
@@ -45,8 +44,6 @@ class GateStatistics:
     writer: str
     limits: GateLimits
     mean: float
-    minimum: float
-    maximum: float
     below_tenth: float
     quartiles: Tensor
     whiskers: tuple[float, float]
@@ -98,8 +95,6 @@ class _GateRecord:
             writer=self.writer,
             limits=self.limits,
             mean=self.moments.mean.mean().item(),
-            minimum=self.minimum,
-            maximum=self.maximum,
             below_tenth=self.small.mean.mean().item(),
             quartiles=torch.tensor([self.minimum, low, median, high, self.maximum]).double(),
             whiskers=(inside.min().item(), inside.max().item()),

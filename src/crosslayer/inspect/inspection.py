@@ -34,7 +34,7 @@ from .singular_values import measure_singular_values
 from .source_ablation import MixWeight, ablate_sources, find_mix_weights
 from .unfolding import UnfoldingAnalysis
 
-# called with a step's name, the number of batches that it has seen and of those it will see
+# called with a step's name, the number of batches that it has taken and of those it will take
 Progress = Callable[[str, int, int], None]
 
 
@@ -261,7 +261,7 @@ def inspect_model(
         name: for the reader.
         subject: the model and its batches.
         analyses: names among `ANALYSES`. Those that follow from others are computed with these.
-        progress: called before and after each batch.
+        progress: called where a step begins, and where it takes a batch.
     """
     connections = find_connections(subject.model)
     if connections:

@@ -20,7 +20,6 @@ from .moments import RunningMoments
 from .observation import (
     ModelInputs,
     SiteVisit,
-    check_observed,
     connected_for_analysis,
     model_arguments,
     run_headless_model,
@@ -36,7 +35,7 @@ from .scoring import (
     score_targets,
 )
 
-_LENS_ROUNDING = 5e-4  # of a loss, relative where it is above 1
+_LENS_ROUNDING = 5e-4  # of a loss plus one
 
 
 @dataclass
@@ -137,7 +136,7 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
                 run_headless_model(model, arguments)
             if is_first:
                 analysis.check_readout(model, batch)
-    check_observed(len(analysis.losses))
+    check_scored(len(analysis.losses))
     labels = list(analysis.losses)
     return SiteLosses(labels, [analysis.losses[label].mean.item() for label in labels])
 

@@ -5,6 +5,7 @@ attention residuals and of MGR's pool over their sources, A_m, A_r and B of hype
 β of MGR over streams. These are the matrices of `Connection.mixing_weights`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ class MixingAnalysis:
         if connection.splits_inputs:
             # r is the next state's stream, its last part. It stands after q, k and v, in the place
             # of the MLP of a parallel block, which reads r too.
-            apart = sum(port in SPLIT_PORT_NAMES for port in connection.ports)
+            apart = len(visit.split_ports)
             read = torch.cat([read[:, :apart], carry[:, -1:].expand(len(read), -1, -1)], 1)
             inputs = [*inputs[:apart], f"{connection.site.layer}.r"]
         write = per_token_weights(visit.weights.write)
@@ -112,6 +113,20 @@ def _input_labels(connection: Connection[Any], rows: int) -> list[str]:
     """A label for each row of a read: an input, or a fraction of one."""
     labels = input_labels(connection, rows // connection.fractions)
     return label_fractions(labels, connection.fractions)
+
+
+def way_of_input(label: str, earlier_ways: Collection[str]) -> str:
+    """The way of an input: "q" of "3.q". The readout is of r where q, k, v and r are mixed
+    separately. Inputs of other models have no ways, and are called "inputs".
+
+    Args:
+        label: of the input.
+        earlier_ways: of the model's inputs before this one.
+    """
+    port = label.partition(".")[2]
+    if port in {*SPLIT_PORT_NAMES, "r"}:
+        return port
+    return "r" if "r" in earlier_ways else "inputs"
 
 
 def label_fractions(inputs: list[str], fractions: int) -> list[str]:
@@ -174,8 +189,8 @@ def find_mix_pattern(model: nn.Module) -> MixPattern | None:
     for row, site in zip(learned, readers, strict=True):
         sources = averaged_sources(site)
         row[list(sources)] = True
-        ways = getattr(site, "a", None)
-        weights += len(sources) * (1 if ways is None else len(ways))
+        mixtures = len(site.a) if isinstance(site, Mudd) and site.a is not None else 1
+        weights += len(sources) * mixtures
     return MixPattern(
         rows=[f"Y_{number}" for number in range(1, blocks + 1)],
         columns=[f"X_{number}" for number in range(blocks + 1)],

@@ -84,8 +84,13 @@ class SiteVisit:
         if not self.connection.splits_inputs:
             return {"input": inputs[0]}
         stream = self.connection.state_parts(self.next_state)[-1]
-        apart = [port for port in self.connection.ports if port in SPLIT_PORT_NAMES]
-        return dict(zip(apart, inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
+        ways = dict(zip(self.split_ports, inputs, strict=False))
+        return ways | {"r": stream.flatten(0, -2).float()}
+
+    @property
+    def split_ports(self) -> list[str]:
+        """The ports that have a mixture of their own. They come first among the ports."""
+        return [port for port in self.connection.ports if port in SPLIT_PORT_NAMES]
 
     @property
     def hidden(self) -> Tensor:
@@ -178,7 +183,11 @@ def observe_model(
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
                 run_headless_model(model, arguments)
-    check_observed(counter.visits)
+    if counter.visits == 0:
+        raise ValueError(
+            "nothing was observed: give at least one batch of at least one token, and a model that "
+            "calls its connections as modules"
+        )
 
 
 def model_arguments(batch: ModelInputs, device: torch.device) -> dict[str, Tensor]:
@@ -256,8 +265,8 @@ def visited_sites(
 
     def visit(connection: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(connection, Connection)
-        # A site may be asked for a hidden state besides. The readout is asked for it alone where
-        # the host's stream has a factor.
+        # A call with a second argument asks for the hidden state. Other sites are called with the
+        # state alone as well; the readout of a host whose stream has a factor is not.
         if inputs[1:] and not connection.is_readout:
             return
         site_visit = _flatten_tokens(connection, inputs[0], arguments)
@@ -302,15 +311,6 @@ class _VisitCounter:
 
     def visit_site(self, visit: SiteVisit) -> None:
         self.visits += 1
-
-
-def check_observed(visits: int) -> None:
-    """Raise a ValueError where no site was visited."""
-    if visits == 0:
-        raise ValueError(
-            "nothing was observed: give at least one batch of at least one token, and a model that "
-            "calls its connections as modules"
-        )
 
 
 def site_label(connection: Connection[Any]) -> str:

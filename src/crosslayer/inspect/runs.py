@@ -27,7 +27,7 @@ from ..run_folders import (
 )
 from ..train.comparison_results import DIGEST_KEY, read_comparison_results
 from ..train.run_state import check_sizes
-from .training import CurvePoints, TrainingCurve, read_training_curve
+from .training import CurvePoints, TrainingCurve, is_number, read_training_curve
 
 # Of the settings that are read here.
 _SETTING_KINDS: dict[str, type] = {
@@ -72,7 +72,7 @@ class TrainingRun:
     def number(self, name: str) -> float:
         """A number of the result, or of its metrics; NaN where the run has none."""
         value = self.result.get(name, self.result.get("metrics", {}).get(name))
-        return float(value) if isinstance(value, int | float) else math.nan
+        return float(value) if is_number(value) else math.nan
 
     @property
     def units_per_step(self) -> tuple[float, str]:
@@ -262,6 +262,6 @@ def _accuracy_of(metrics: Any) -> float | None:
     if isinstance(metrics, dict):
         for wanted in ("acc", "acc_norm", "exact_match"):
             for name, value in metrics.items():
-                if name.partition(",")[0] == wanted and isinstance(value, int | float):
+                if name.partition(",")[0] == wanted and is_number(value):
                     return value
     return None

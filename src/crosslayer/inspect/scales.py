@@ -68,8 +68,7 @@ class _SiteRecord:
         writer, opens_layer: as in `SiteScales`.
         moments: of the values of each name.
         three_largest: magnitudes of each name.
-        largest_written: magnitude in each part once the output is written, [parts]; None before
-            the first batch.
+        largest_written: magnitude in each part once the output is written, [parts].
     """
 
     writer: str
@@ -78,7 +77,7 @@ class _SiteRecord:
         default_factory=lambda: defaultdict(RunningMoments)
     )
     three_largest: dict[str, Tensor] = field(default_factory=dict)
-    largest_written: Tensor | None = None
+    largest_written: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add_magnitudes(self, name: str, values: Tensor) -> None:
         """Keep the three largest of what was seen so far and of these values."""
@@ -89,8 +88,7 @@ class _SiteRecord:
     def add_written(self, parts: Tensor) -> None:
         """Keep the largest of each part, of [N parts D] values."""
         found = parts.abs().amax((0, -1)).cpu()
-        before = self.largest_written
-        self.largest_written = found if before is None else torch.maximum(before, found)
+        self.largest_written = torch.maximum(self.largest_written, found)
 
 
 class ScaleAnalysis:
@@ -156,7 +154,6 @@ class ScaleAnalysis:
         gates = self._gates.result()
         for label, record in self._records.items():
             moments = record.moments
-            assert record.largest_written is not None
             product = moments["product"].mean.abs()
             has_product = moments["product"].count > 0
             sites.append(

@@ -7,8 +7,9 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def average_groups(
 ) -> list[ModelInspection]:
     """The models, those of one configuration and step averaged.
 
+    Of an arm's models at several steps, only the runs that have all of these steps are averaged,
+    so that every step is a mean over the same runs.
+
     Args:
         models: an inspection each.
         configurations: of `describe_configuration`, a model each.
@@ -90,14 +94,29 @@ def average_groups(
         label = connection
         if connections[connection] > 1:
             label += f" ({first.run or first.name}, …)"
-        for step, seeds in steps.items():
-            if len(seeds) == 1:
-                averaged += seeds
+        incomplete = _runs_without_some_steps(steps)
+        for step, models_at_step in steps.items():
+            seeds = [model for model in models_at_step if model.run not in incomplete]
+            if len(seeds) < 2:
+                averaged += models_at_step
                 continue
+            averaged += [model for model in models_at_step if model.run in incomplete]
+            seeds.sort(key=attrgetter("run"))
             at_step = "" if step is None else f", step {step}"
             mean = average_seeds(seeds, f"{label}, mean of {len(seeds)}{at_step}")
             averaged.append(dataclasses.replace(mean, run=f"{label}, mean"))
     return averaged
+
+
+def _runs_without_some_steps(steps: Mapping[int | None, Sequence[ModelInspection]]) -> set[str]:
+    """The runs of an arm that lack a model at one of the arm's steps."""
+    runs_of_steps = [
+        {model.run for model in models} for step, models in steps.items() if step is not None
+    ]
+    if not runs_of_steps:
+        return set()
+    first = runs_of_steps[0]
+    return first.union(*runs_of_steps) - first.intersection(*runs_of_steps)
 
 
 def _combine_inspections(
@@ -121,7 +140,8 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
 
     Args:
         values: of the same structure, one for each seed. Anything else is taken from the first.
-        combine: called with the numbers of all seeds, [seeds …]. Whole numbers in a list are names.
+        combine: called with the numbers of all seeds, [seeds …]. Lists of whole numbers, which all
+            seeds share, are taken from the first.
 
     Raises:
         ValueError: lists or tensors have different sizes.
@@ -142,12 +162,19 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
         return first
     if isinstance(first, int | float):
         return _combine_numbers(values, combine)
-    items = [item for value in values for item in value]
+    return _combine_lists(values, combine)
+
+
+def _combine_lists(values: Sequence[list[Any]], combine: Combine) -> list[Any]:
+    items = list(chain.from_iterable(values))
     if any(isinstance(item, Alarm) for item in items):
         return _merge_alarms(values, combine)
-    if all(_is_text(item) for item in items) or all(isinstance(item, int) for item in items):
-        return first if all(value == first for value in values) else _merge_texts(values)
-    return [combine_values(list(items), combine) for items in zip(*values, strict=True)]
+    if all(isinstance(item, int) for item in items):
+        return list(values[0])
+    if all(_is_text(item) for item in items):
+        is_shared = all(value == values[0] for value in values)
+        return values[0] if is_shared else _merge_texts(values)
+    return [combine_values(list(of_seeds), combine) for of_seeds in zip(*values, strict=True)]
 
 
 def _combine_fields(values: Sequence[Any], combine: Combine) -> Any:
@@ -209,9 +236,7 @@ def _merge_texts(lists: Sequence[list[Any]]) -> list[Any]:
     merged: list[Any] = []
     for text in dict.fromkeys(text for texts in lists for text in texts):
         note = _count_note(sum(text in texts for texts in lists), len(lists))
-        if isinstance(text, int):  # the number of a stream, for example
-            merged.append(text)
-        elif isinstance(text, tuple):
+        if isinstance(text, tuple):
             merged.append((*text[:-1], text[-1] + note))
         else:
             merged.append(text + note)

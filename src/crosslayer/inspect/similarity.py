@@ -126,7 +126,6 @@ class DepthDistances:
         streams: the same for each stream once the site has applied the pending write,
             [streams sites sites]. NaN at sites where the stream does not exist yet. Empty where the
             parts of the state are no streams.
-        static_streams: those whose mean distance over all pairs is below `STATIC_DISTANCE`.
         cka: linear CKA of what sites are given, [sites sites].
         opens_layer: whether a site opens a layer or is the readout, [sites].
     """
@@ -134,9 +133,16 @@ class DepthDistances:
     labels: list[str]
     angular: Tensor
     streams: Tensor
-    static_streams: list[int]
     cka: Tensor
     opens_layer: list[bool]
+
+    def is_static(self, stream: int) -> bool:
+        """Whether the stream's mean distance, over all pairs of two different sites at which it
+        exists, is below `STATIC_DISTANCE`.
+        """
+        distances = self.streams[stream]
+        row, column = torch.triu_indices(len(distances), len(distances), offset=1)
+        return distances[row, column].nanmean().item() < STATIC_DISTANCE
 
 
 class DistanceAnalysis:
@@ -187,25 +193,13 @@ class DistanceAnalysis:
         if self._stream_angular.count:
             streams = self._stream_angular.mean
         tokens = torch.stack([torch.cat(self._tokens[label]) for label in labels])
-        static = [
-            number
-            for number, distances in enumerate(streams)
-            if _mean_distance(distances) < STATIC_DISTANCE
-        ]
         return DepthDistances(
             labels=labels,
             angular=self._angular.mean,
             streams=streams,
-            static_streams=static,
             cka=_linear_cka(tokens),
             opens_layer=self._opens_layer,
         )
-
-
-def _mean_distance(distances: Tensor) -> float:
-    """The mean over all pairs of two different sites at which the stream exists."""
-    row, column = torch.triu_indices(len(distances), len(distances), offset=1)
-    return distances[row, column].nanmean().item()
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ and of MGR's pool, or the weight of a stream in an input for the other methods. 
 and the other weights keep their values: a softmax is not renormalised.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def ablate_sources(
         return None
     mixes = list(dict.fromkeys(weight.mix for weight in weights))
     names = dict.fromkeys(weight.source for weight in weights)
-    sources = sorted(names, key=lambda name: int(name.replace("_", " ").split()[-1]))
+    sources = sorted(names, key=lambda name: int(re.findall(r"\d+", name)[-1]))
     increase = torch.full((len(mixes), len(sources)), torch.nan, dtype=torch.float64)
     loss, losses = losses_without(model, batches, [weight.removal for weight in weights])
     for weight, without in zip(weights, losses, strict=True):

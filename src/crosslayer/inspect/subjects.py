@@ -1,5 +1,6 @@
 """What `crosslayer inspect` shows to a model: a text's sequences, or images, and their groups."""
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -114,13 +115,14 @@ def describe_subject(subject: InspectionSubject) -> str:
         context = max(batch["input_ids"].shape[1] for batch in subject.batches)
         text = f"{sequences} sequences of up to {context} tokens, {tokens:,} in all"
     if subject.groups:
-        text += f", {len(subject.groups)} classes"
+        kind = "classes" if isinstance(subject.batches, ImageBatches) else "groups"
+        text += f", {len(subject.groups)} {kind}"
     return text
 
 
 def find_step(source: str) -> tuple[str, int | None]:
     """The run's folder and the step of a model that `train` kept: RUN/models/step-000400."""
-    path = Path(source)
+    path = Path(os.path.abspath(source))
     step = step_of_name(path.name)
     return ("", None) if step is None else (str(path.parent.parent), step)
 

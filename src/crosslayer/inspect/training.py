@@ -139,6 +139,7 @@ def read_training_curve(folder: Path) -> TrainingCurve:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a file is a number, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -199,16 +200,18 @@ def find_spikes(losses: Sequence[float]) -> list[int]:
 def cost_to_loss(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
     """The cost (steps, tokens or seconds) at which a curve first reaches a loss.
 
-    Between two points the curve is a line. None where it does not reach the loss.
+    Between two points the curve is a line. Losses that are not finite are left out. None where the
+    curve does not reach the loss.
     """
-    for place, loss in enumerate(losses):
+    points = [point for point in zip(costs, losses, strict=True) if math.isfinite(point[1])]
+    for place, (cost, loss) in enumerate(points):
         if loss > target:
             continue
         if place == 0:
-            return costs[0]
-        before = losses[place - 1]
+            return cost
+        cost_before, before = points[place - 1]
         share = (before - target) / (before - loss)
-        return costs[place - 1] + share * (costs[place] - costs[place - 1])
+        return cost_before + share * (cost - cost_before)
     return None
 
 
@@ -227,7 +230,7 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     """
     if len(set(sizes)) < 2 or len(sizes) != len(losses):
         raise ValueError(f"expected losses of at least two sizes, got sizes {list(sizes)}")
-    if min(*sizes, *losses) <= 0:
+    if not all(value > 0 for value in (*sizes, *losses)):  # NaN is not
         raise ValueError("sizes and losses must be positive")
     x = numpy.log(sizes)
     y = numpy.log(losses)

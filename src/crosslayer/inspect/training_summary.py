@@ -90,6 +90,7 @@ def summarise_training(runs: GroupedRuns) -> list[GroupSummary]:
         data |= {group.label: title for group in part}
         for _, of_backbone in split_by_backbone(part):
             speedups |= measure_speedups(of_backbone, runs.decay)
+    tasks = shared_tasks(runs.groups)
     summaries = []
     for group in runs.groups:
         losses = group.values("valid_loss")
@@ -107,7 +108,7 @@ def summarise_training(runs: GroupedRuns) -> list[GroupSummary]:
                 seconds=_none_unless_finite(group.mean("seconds")),
                 training_speed=_none_unless_finite(group.mean("tokens_per_second")),
                 inference_speed=_none_unless_finite(group.mean("inference_speed")),
-                accuracy=_none_unless_finite(mean_accuracy(group, shared_tasks(runs.groups))),
+                accuracy=_none_unless_finite(mean_accuracy(group, tasks)),
             )
         )
     return summaries
@@ -151,7 +152,7 @@ def compared_set(groups: Sequence[RunGroup]) -> str | None:
     """
     runs = [run for group in groups for run in group.runs]
     runs = [run for run in runs if not run.status] or runs
-    name = next(filter(None, runs[0].curve.valid), None)
+    name = next(iter(runs[0].curve.valid), None)
     if name is None:
         return None
     points = min(len(run.curve.valid.get(name, [])) for run in runs)
@@ -247,13 +248,15 @@ def _share_seeds(*groups: RunGroup) -> list[RunGroup]:
 
 def shared_tasks(groups: Sequence[RunGroup]) -> set[str]:
     """The tasks that all runs with any have been evaluated on."""
-    found = [set(run.tasks) for group in groups for run in group.runs if run.tasks]
+    runs = [run for group in groups for run in group.runs]
+    found = [set(run.tasks) for run in runs if run.tasks]
     return set.intersection(*found) if found else set()
 
 
 def mean_accuracy(group: RunGroup, tasks: set[str]) -> float:
     """The mean over tasks and seeds of the last evaluation's accuracy, NaN without any."""
-    values = [run.tasks[task][-1][1] for run in group.runs if run.tasks for task in tasks]
+    runs = [run for run in group.runs if run.tasks]
+    values = [run.tasks[task][-1][1] for run in runs for task in tasks]
     return statistics.fmean(values) if values else math.nan
 
 

@@ -16,7 +16,7 @@ from .section import FigurePanels, InspectedModels, Section
 def _lens_panels(models: InspectedModels) -> FigurePanels:
     losses = [(m.name, m["lens"].losses) for m in models]
     labels = [m["lens"].labels for m in models]
-    draw = partial(draw_lines, labels=labels, lines=losses, name="loss, nats")
+    draw = partial(draw_lines, labels=labels, lines=losses, y_title="loss, nats")
     return [("loss of the read-out at each site", draw)]
 
 

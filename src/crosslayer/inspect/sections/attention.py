@@ -11,7 +11,7 @@ def _attention_panels(models: InspectedModels) -> FigurePanels:
     lines = [(m.name, m["attention"].active.tolist()) for m in models]
     labels = [[str(layer) for layer in range(len(values))] for _, values in lines]
     draw = partial(
-        draw_lines, labels=labels, lines=lines, name="share of active heads", depth="layer"
+        draw_lines, labels=labels, lines=lines, y_title="share of active heads", x_title="layer"
     )
     return [("active heads by layer", draw)]
 

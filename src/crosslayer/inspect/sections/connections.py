@@ -6,11 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...sites import SPLIT_PORT_NAMES
 from ..figures import draw_matrix
 from ..figures_connections import draw_mix_pattern
 from ..inspection import ModelInspection
-from ..mixing_summary import SiteMixing
+from ..mixing_summary import SiteMixing, way_of_input
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
 _VARIES = 1e-6  # a deviation over tokens that is more than rounding
@@ -116,7 +115,7 @@ def _read_panels(
         scaled: dict[str, list[tuple[str, Tensor]]] = {}
         for site in mixes:
             for label, weights in zip(site.inputs, weights_of(site), strict=True):
-                way = _way_of(label, list(raw))
+                way = way_of_input(label, raw)
                 raw.setdefault(way, []).append((label, weights))
                 scaled.setdefault(way, []).append((label, weights * site.part_norms))
         for rows_of_way, title, unit in (
@@ -131,20 +130,11 @@ def _read_panels(
                     rows=[label for label, _ in rows],
                     columns=columns[: values.shape[1]],
                     signed=signed,
-                    row_title="input of",
                     column_title="weight of",
                     unit=unit,
                 )
                 panels.append((f"{m.name}: {way}{title}", draw))
     return panels
-
-
-def _way_of(label: str, ways: list[str]) -> str:
-    """The way of an input's label. Where q, k, v and r differ, the readout is of r alone."""
-    port = label.partition(".")[2]
-    if port in {*SPLIT_PORT_NAMES, "r"}:
-        return port
-    return "r" if "r" in ways else "inputs"
 
 
 def _stream_weight_panels(models: InspectedModels) -> FigurePanels:
@@ -193,8 +183,9 @@ SECTIONS = [
         "unfolded",
         "How each sub-layer's output reaches later inputs",
         "The weight of each output (columns) in each input (rows), mean over tokens. Pre-norm is a "
-        "full triangle of ones. Marks at the bottom are attentions. 95 % of the weights are within "
-        "the colours' range. Hyper-Connections, Figures 7, 13 and 14.",
+        "full triangle of ones. Marks at the bottom are attentions. 95 % of the weights, without "
+        "the readout's and those that are zero, are within the colours' range. Hyper-Connections, "
+        "Figures 7, 13 and 14.",
         ("unfolded",),
         _unfolded_panels,
     ),

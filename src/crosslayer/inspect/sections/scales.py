@@ -20,10 +20,10 @@ def _scale_panels(models: InspectedModels) -> FigurePanels:
     labels = [_site_labels(m) for m in models]
     outputs = [(m.name, [site.output_rms for site in m["scales"]]) for m in models]
     largest = [(m.name, [site.output_largest[0] for site in m["scales"]]) for m in models]
-    draw = partial(draw_lines, labels=labels, depth="output before")
+    draw = partial(draw_lines, labels=labels, x_title="output before")
     return [
-        ("raw outputs of sub-layers", partial(draw, lines=outputs, name="RMS")),
-        ("their largest magnitude", partial(draw, lines=largest, name="magnitude")),
+        ("raw outputs of sub-layers", partial(draw, lines=outputs, y_title="RMS")),
+        ("their largest magnitude", partial(draw, lines=largest, y_title="magnitude")),
     ]
 
 
@@ -34,10 +34,10 @@ def _block_scale_panels(models: InspectedModels) -> FigurePanels:
         outputs.append((m.name, after_blocks))
     gradients = [(m.name, m["gradients"].rms) for m in models]
     layers = [[str(layer) for layer in range(len(values))] for _, values in gradients]
-    draw = partial(draw_lines, labels=layers, depth="block")
+    draw = partial(draw_lines, labels=layers, x_title="block")
     return [
-        ("output of each block", partial(draw, lines=outputs, name="RMS of the hidden state")),
-        ("gradient of each block", partial(draw, lines=gradients, name="√mean(g²)")),
+        ("output of each block", partial(draw, lines=outputs, y_title="RMS of the hidden state")),
+        ("gradient of each block", partial(draw, lines=gradients, y_title="√mean(g²)")),
     ]
 
 
@@ -77,11 +77,14 @@ def _layers(sites: list[SiteScales]) -> list[str]:
 
 def _panels_of_one_scale(found: list[tuple[str, list[str], Lines]]) -> FigurePanels:
     """Panels of titles, depths and lines, all with the same limits."""
-    limits = positive_limits([values for _, _, lines in found for _, values in lines])
+    values = [value for _, _, lines in found for _, of_line in lines for value in of_line]
+    limits = positive_limits(values)
     panels: FigurePanels = []
     for title, labels, lines in found:
         of_lines = [labels] * len(lines)
-        draw = partial(draw_lines, labels=of_lines, lines=lines, name="magnitude", depth="layer")
+        draw = partial(
+            draw_lines, labels=of_lines, lines=lines, y_title="magnitude", x_title="layer"
+        )
         panels.append((title, partial(draw, limits=limits)))
     return panels
 
@@ -107,7 +110,7 @@ def _gain_panels(models: InspectedModels) -> FigurePanels:
     if not lines:
         return []
     return [
-        ("of the streams' mixing", partial(draw_lines, labels=labels, lines=lines, name="gain"))
+        ("of the streams' mixing", partial(draw_lines, labels=labels, lines=lines, y_title="gain"))
     ]
 
 

@@ -53,8 +53,8 @@ def _size_panels(runs: GroupedRuns) -> FigurePanels:
         if one.multiplier is not None
     ]
     if bars:
-        name = "times as much compute at equal loss"
-        panels.append(("compute multiplier", partial(draw_bars, bars=bars, name=name, form=".2f")))
+        draw = partial(draw_bars, bars=bars, x_title="times as much compute at equal loss")
+        panels.append(("compute multiplier", partial(draw, form=".2f")))
     return panels
 
 
@@ -75,7 +75,8 @@ def _draw_sizes(
     axes: Any, lines: Sequence[LineSeries], axis_titles: tuple[str, str], level: float = math.nan
 ) -> None:
     draw_line_series(axes, lines, axis_titles, log_x=True)
-    sizes = sorted({x for line in lines if line.is_marked for x in line.x})
+    marked = [line for line in lines if line.is_marked]
+    sizes = sorted({x for line in marked for x in line.x})
     ticks: list[float] = []
     for size in sizes:  # none beside another
         if not ticks or math.log(size / ticks[-1]) > 0.12 * math.log(sizes[-1] / sizes[0]):
@@ -137,11 +138,11 @@ def _depth_panels(runs: GroupedRuns) -> FigurePanels:
             (by_size, _split_by_depth(members), attrgetter("size")),
             (by_depth, _split_by_size(members), _depth_of),
         ):
-            for (title, part), style in zip(parts.items(), STYLES, strict=False):
+            for place, (title, part) in enumerate(parts.items()):
                 part.sort(key=x_of)
                 x = [x_of(group) for group in part]
                 line = mean_line(f"{label}, {title}", part, number, x, "valid_loss")
-                line.style = style
+                line.style = STYLES[place % len(STYLES)]
                 line.is_joined = has_different_sizes(part)
                 if title == _OTHER_DEPTHS:
                     line.notes = [f"{_depth_of(group):g}" for group in part]
@@ -200,7 +201,7 @@ def _expert_panels(runs: GroupedRuns) -> FigurePanels:
         bars.append(ValueBar(label, int(with_experts), group.mean("valid_loss"), *ends))
     values = [bar.value for bar in bars]
     start = min(values) - 0.5 * (max(values) - min(values))  # the differences are small
-    draw = partial(draw_bars, bars=bars, name="validation loss (nats)", form=".4f", start=start)
+    draw = partial(draw_bars, bars=bars, x_title="validation loss (nats)", form=".4f", start=start)
     return [("dense and mixtures of experts", draw)]
 
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from ..figures import draw_lines, draw_matrix
-from ..figures_connections import distance_matrix, draw_cosines
+from ..figures_connections import distance_panel, draw_cosines
 from ..similarity import STATIC_DISTANCE
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
@@ -26,15 +26,17 @@ def _block_cosine_panels(models: InspectedModels) -> FigurePanels:
             labels.append(m["cosines"].block_labels)
     if not lines:
         return []
-    draw = partial(draw_lines, labels=labels, lines=lines, name="cosine, median", depth="layer")
+    draw = partial(
+        draw_lines, labels=labels, lines=lines, y_title="cosine, median", x_title="layer"
+    )
     return [("with the layer before", draw)]
 
 
 def _embedding_panels(models: InspectedModels) -> FigurePanels:
     lines = [(m.name, m["cosines"].depths.tolist()) for m in models]
     labels = [m["cosines"].depth_labels for m in models]
-    name = "cosine with the embedding, mean"
-    draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="after block")
+    title = "cosine with the embedding, mean"
+    draw = partial(draw_lines, labels=labels, lines=lines, y_title=title, x_title="after block")
     return [("what follows each block", draw)]
 
 
@@ -42,12 +44,9 @@ def _distance_panels(models: InspectedModels) -> FigurePanels:
     panels: FigurePanels = []
     for m in models:
         distances = m["distances"]
-        panels.append((m.name, partial(draw_matrix, **distance_matrix(distances))))
+        panels.append((m.name, distance_panel(distances)))
         for stream in range(min(len(distances.streams), MOST_STREAMS)):
-            title = f"{m.name}: stream {stream}"
-            if stream in distances.static_streams:
-                title += ", static"
-            panels.append((title, partial(draw_matrix, **distance_matrix(distances, stream))))
+            panels.append((f"{m.name}: stream {stream}", distance_panel(distances, stream)))
     return panels
 
 
@@ -62,7 +61,6 @@ def _cka_panels(models: InspectedModels) -> FigurePanels:
             columns=d.labels,
             limit=1.0,
             signed=False,
-            row_title="input of",
             column_title="input of",
             unit="CKA",
         )

@@ -32,7 +32,7 @@ def _speed_panels(runs: GroupedRuns) -> FigurePanels:
     groups = [group for group in finished if not execution_note(finished, group)]
     if len(groups) < 2:
         return []
-    key, y_name = loss_measure(groups)
+    loss_field, y_title = loss_measure(groups)
     baseline = next((g for g in groups if g.first.connection == "prenorm"), groups[0])
     depths = {describe_depth(group) for group in groups}
     panels: FigurePanels = []
@@ -44,11 +44,11 @@ def _speed_panels(runs: GroupedRuns) -> FigurePanels:
         lines = series_lines(
             known,
             partial(_relative_speed, speed, unit),
-            key,
+            loss_field,
             partial(_depth_note, len(depths) > 1),
         )
         draw = partial(
-            draw_line_series, lines=lines, axis_titles=(f"{name}, {baseline.label} = 1", y_name)
+            draw_line_series, lines=lines, axis_titles=(f"{name}, {baseline.label} = 1", y_title)
         )
         panels.append((name, draw))
     return panels
@@ -123,13 +123,13 @@ def _panels_of_option(
     options: dict[str, dict[str, Any]],
     name: str,
 ) -> FigurePanels:
-    key, y_name = loss_measure(groups)
+    loss_field, y_title = loss_measure(groups)
     panels: FigurePanels = []
-    for measure, title, axis in ((key, y_name, y_name), *_SPEEDS):
+    for measure, title, axis in ((loss_field, y_title, y_title), *_SPEEDS):
         lines = []
         for number, (label, row) in enumerate(rows.items()):
             known = [group for group in row if group.values(measure)]
-            if measure != key:  # a speed
+            if measure != loss_field:  # a speed
                 known = [group for group in known if not execution_note(groups, group)]
             if not known:
                 continue

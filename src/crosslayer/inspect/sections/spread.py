@@ -31,10 +31,10 @@ def draw_with_spread(
     models: Sequence[ModelInspection],
 ) -> FigurePanels:
     """The panels of a section, with the spread of those models that are means over seeds."""
-    panels_of_seeds = [draw_panels(of_seed) for of_seed in _models_of_seeds(models)]
+    panels_of_seeds = [dict(draw_panels(of_seed)) for of_seed in _models_of_seeds(models)]
     panels: FigurePanels = []
     for title, draw in draw_panels(models):
-        of_seeds = [seed for found in panels_of_seeds for name, seed in found if name == title]
+        of_seeds = [found[title] for found in panels_of_seeds if title in found]
         panels += _spread_panels(title, draw, of_seeds)
     return panels
 

@@ -6,9 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
-from ...sites import SPLIT_PORT_NAMES
 from ..figures import draw_lines, draw_matrix
 from ..inspection import ModelInspection
+from ..mixing_summary import way_of_input
 from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
 from .section import FigurePanels, InspectedModels, Section
 
@@ -32,7 +32,8 @@ def _weight_panels(models: InspectedModels) -> FigurePanels:
     lines = []
     labels = []
     for run, of_run in runs.items():
-        if of_run[0].connection == "prenorm":  # all weights are 1
+        distances = distance_to_last(of_run)
+        if not any(distances):  # no weight changes, as in pre-norm
             continue
         for label in _choose_inputs(of_run):
             weights = weights_over_steps(of_run, label)
@@ -46,12 +47,12 @@ def _weight_panels(models: InspectedModels) -> FigurePanels:
                 column_title="step",
             )
             panels.append((f"{run}: into {label}", draw))
-        lines.append((run, distance_to_last(of_run)))
+        lines.append((run, distances))
         labels.append(_step_labels(of_run))
     if not lines:
         return []
     name = "‖w − w at the end‖ / ‖w at the end‖"
-    draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
+    draw = partial(draw_lines, labels=labels, lines=lines, y_title=name, x_title="step")
     return [*panels, ("all weights: distance to the last step", draw)]
 
 
@@ -69,7 +70,7 @@ def _scalar_panels(models: InspectedModels) -> FigurePanels:
                 lines.append((run, values))
                 labels.append(_step_labels(of_run))
         if lines:
-            draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
+            draw = partial(draw_lines, labels=labels, lines=lines, y_title=name, x_title="step")
             panels.append((name, draw))
     return panels
 
@@ -93,10 +94,8 @@ def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
     inputs: dict[str, list[str]] = {}
     for site in models[-1]["mixing"]:
         for label in site.inputs:
-            way = label.partition(".")[2]  # "q" of "3.q"
             if weights_over_steps(models, label).std(1).max() > _SMALLEST_CHANGE:
-                key = way if way in {*SPLIT_PORT_NAMES, "r"} else ""
-                inputs.setdefault(key, []).append(label)
+                inputs.setdefault(way_of_input(label, inputs), []).append(label)
     chosen = []
     for labels in inputs.values():
         last = len(labels) - 1

@@ -114,7 +114,7 @@ def _line_with_spikes(
 def _curve_panels(
     groups: Sequence[RunGroup],
     points_of: Callable[[TrainingRun], dict[str, CurvePoints]],
-    y_name: str,
+    y_title: str,
     draw: Callable[..., None] = draw_line_series,
 ) -> FigurePanels:
     """A panel for each name of the curves that `points_of` gives."""
@@ -132,7 +132,7 @@ def _curve_panels(
                 if curve.x:
                     lines.append(_mean_curve_line(group, number, curve, per_step[number]))
             if lines:
-                panel = partial(draw, lines=lines, axis_titles=(axis, y_name))
+                panel = partial(draw, lines=lines, axis_titles=(axis, y_title))
                 panels.append((join_titles(name, title), panel))
     return panels
 
@@ -182,10 +182,8 @@ def _speedup_panels(runs: GroupedRuns) -> FigurePanels:
         )
         panels.append((title or f"loss of {' and '.join(baselines)} reached", draw))
     if bars:
-        name = "times fewer tokens to the baseline's loss"
-        panels.append(
-            ("tokens to equal loss", partial(draw_bars, bars=bars, name=name, form=".2f"))
-        )
+        draw = partial(draw_bars, bars=bars, x_title="times fewer tokens to the baseline's loss")
+        panels.append(("tokens to equal loss", partial(draw, form=".2f")))
     return panels
 
 

@@ -58,7 +58,7 @@ def has_different_sizes(groups: Sequence[RunGroup]) -> bool:
 def series_lines(
     groups: Sequence[RunGroup],
     x_of: Callable[[RunGroup], float],
-    y_name: str,
+    measure: str,
     note_of: Callable[[RunGroup], str],
 ) -> list[LineSeries]:
     """A line a series, through its groups by x, with the range over seeds.
@@ -71,7 +71,7 @@ def series_lines(
         members.sort(key=x_of)
         if members:
             x = [x_of(group) for group in members]
-            line = mean_line(label, members, number, x, y_name)
+            line = mean_line(label, members, number, x, measure)
             line.is_joined = has_different_sizes(members)
             line.notes = [note_of(group) for group in members]
             lines.append(line)
