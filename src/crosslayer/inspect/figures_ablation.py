@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..losses import exp_or_inf
 from ..plotting import line_look
-from .ablation import BlockAblation, PruningCurve, PartAblation
+from .ablation import BlockAblation, PartAblation, PruningCurve
 from .figures import (
     finish_lines,
     join_labels,
