@@ -56,18 +56,18 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
 
 
 def allocated_peak(spec: str, D: int, settings: BenchmarkSettings, recompute: str) -> int:
-    """Bytes by the GPU's allocator, without parameters, gradients and optimizer states."""
+    """Bytes by the GPU's allocator, without parameters and optimizer states.
+
+    At the peak, where the backward pass begins, there are no gradients: a step frees them.
+    """
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
     step = build_calls(spec, D, settings, "eager", recompute)["step"]
     step()
     between_steps = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
-    # Parameters and AdamW's two moments stay allocated; the gradients are a third of that.
-    gradients = (between_steps - before) // 3
-    return torch.cuda.max_memory_allocated() - between_steps - gradients
+    return torch.cuda.max_memory_allocated() - between_steps
 
 
 def simulated_peak(spec: str, D: int, settings: BenchmarkSettings, recompute: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 
@@ -16,6 +17,7 @@ from crosslayer.kernels.hyper import fits_program  # noqa: E402
 from crosslayer.kernels.library_op import LibraryOp  # noqa: E402
 from crosslayer.norms import NormSpec  # noqa: E402
 from crosslayer.ops import dispatch  # noqa: E402
+from crosslayer.testing.tiny_model import perturb_weights  # noqa: E402
 
 
 @LibraryOp
@@ -283,9 +285,11 @@ SINGLE_PASS = empty(2, 64), empty(64), empty(2), None, empty(2)  # H, y, beta, r
         ("write_norm_project", (*ONE_WRITE, torch.empty(64, 128)), True),
         ("write_norm_project", (*ONE_WRITE, torch.empty(64, 129)), False),
         ("write_norm_project", (empty(4, 64), None, None, torch.empty(256, 128)), True),
-        ("write_norm_project", (empty(16, 64), None, None, torch.empty(64, 33)), True),
-        ("write_norm_project", (empty(16, 64), None, None, torch.empty(64, 65)), False),
-        ("write_norm_project", (empty(32, 64), None, None, torch.empty(64, 33)), False),
+        ("write_norm_project", (empty(16, 64), None, None, torch.empty(64, 32)), True),
+        ("write_norm_project", (empty(16, 64), None, None, torch.empty(64, 33)), False),
+        ("write_norm_project", (empty(17, 64), None, None, torch.empty(64, 19)), False),
+        ("width_connection", (empty(16, 64), None, None), True),
+        ("width_connection", (empty(17, 64), None, None), False),
         ("depth_attention", ((empty(8),) * 256, None), True),
         ("depth_attention", ((empty(8),) * 257, None), False),
         ("gate_pool", ((empty(8),) * 16, None), True),
@@ -297,3 +301,11 @@ def test_what_a_kernel_supports(op, arguments, supports):
     """Where it does not, the reference runs."""
     importlib.import_module("crosslayer.kernels")
     assert dispatch.registered_kernels[op].supports(*arguments) is supports
+
+
+def test_weights_on_a_gpu_are_perturbed():
+    """`suite.py` perturbs models there. A fake tensor knows its device, which need not exist."""
+    with FakeTensorMode():
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.empty(3, device="cuda"))
+        assert perturb_weights(model).weight.is_cuda

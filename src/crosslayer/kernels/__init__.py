@@ -35,7 +35,7 @@ from .project import columns_fit_program, write_norm_project
 from .single_pass import fits_program_and_dtype, single_pass_connection
 from .sinkhorn import sinkhorn
 from .sources import has_few_sources
-from .streams import can_norm_before_rounding, width_connection
+from .streams import supports_streams_and_dtype, width_connection
 
 register_kernel("add_norm", add_norm)
 register_kernel(
@@ -46,5 +46,5 @@ register_kernel("gate_pool", gate_pool, supports=partial(has_few_sources, gate.M
 register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
-register_kernel("width_connection", width_connection, supports=can_norm_before_rounding)
+register_kernel("width_connection", width_connection, supports=supports_streams_and_dtype)
 register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)

@@ -39,6 +39,8 @@ from .library_op import LibraryOp
 from .row_sums import repeat_conversion, sum_rows
 from .sources import load_numbers, load_streams
 
+MOST_STREAMS = 16  # More compile for minutes: their n² products are unrolled.
+
 
 def width_connection(
     H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
@@ -53,13 +55,15 @@ def width_connection(
     return apply_norm(x, None if can_fuse else norm), H
 
 
-def can_norm_before_rounding(
+def supports_streams_and_dtype(
     H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
 ) -> bool:
     """Whether the kernel takes these inputs. It rounds x before a norm that it cannot fuse, and in
     float16 a sum of streams may overflow.
     """
-    return norm is None or _fuses_norm(*H.shape[-2:]) or H.dtype != torch.float16
+    n, D = H.shape[-2:]
+    can_norm = norm is None or _fuses_norm(n, D) or H.dtype != torch.float16
+    return n <= MOST_STREAMS and can_norm
 
 
 def _fuses_norm(n: int, D: int) -> bool:

@@ -152,7 +152,8 @@ def perturb_weights(model: nn.Module, scale: float = 0.1) -> nn.Module:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * scale)
+            noise = torch.randn(p.shape, generator=generator)  # the same on every device
+            p.add_(noise.to(p.device) * scale)
     return model
 
 
