@@ -46,8 +46,8 @@ _MAX_COLUMNS = 128
 # Columns times streams, where these are one vector: the shared memory of a GPU that has 99 KB. mHC
 # has more from 8 streams on.
 _MAX_JOINT_COLUMNS = 512
-# Numbers in a tile of products, where streams share W: more do not fit in the 99 KB of shared memory
-# that some GPUs have, or compile for minutes.
+# Numbers in a tile of products, where streams share W: more do not fit in the 99 KB of shared
+# memory that some GPUs have, or compile for minutes.
 _MAX_PRODUCTS = 2**14
 
 
