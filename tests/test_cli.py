@@ -10,6 +10,7 @@ from crosslayer.cli import main as cli_main
 from crosslayer.cli.console import (
     InspectionBar,
     ProgressBars,
+    can_redraw,
     make_console,
     make_progress,
     silence_libraries,
@@ -133,6 +134,21 @@ def test_a_log_file_has_a_line_for_the_first_step_and_each_evaluation():
             second = "mudd 2/3: loss 2.510, held-out loss 2.350, 2,900 tokens/s\n"
             assert written.getvalue() == (first + second if step > 1 else first)
     assert bars.have_shown
+
+
+def test_a_pipe_whose_reader_wants_colours_is_a_log_file(monkeypatch):
+    """A notebook sets this variable for the commands of its cells."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = make_console(file=io.StringIO())
+    assert console.is_terminal and not can_redraw(console)
+
+
+def test_a_notebook_has_bars_where_it_can_show_them(monkeypatch):
+    console = make_console(file=io.StringIO(), force_jupyter=True)
+    assert not console.soft_wrap
+    for found in (None, object()):
+        monkeypatch.setattr("crosslayer.cli.console.find_spec", lambda name, found=found: found)
+        assert can_redraw(console) == (found is not None)
 
 
 def test_a_log_file_has_a_line_for_each_analysis():

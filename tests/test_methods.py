@@ -1,6 +1,7 @@
 """Methods that other packages bring, and what a connection may contain."""
 
 import importlib
+import linecache
 import os
 import re
 import subprocess
@@ -606,6 +607,31 @@ def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):
     assert code_digest(in_a_notebook["Mine"]) == ""
     exec(source, in_no_module := {"__name__": "in_no_module"})
     assert code_digest(in_no_module["Mine"]) == ""
+
+
+def test_code_digest_of_a_class_in_a_notebook(monkeypatch):
+    """A notebook keeps the text of its cells for tracebacks."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+
+    def digest_of_cell(number: int, text: str) -> str:
+        file = f"<cell {number}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+        notebook: dict = {"__name__": "__main__"}
+        exec(compile(text, file, "exec"), notebook)
+        return code_digest(notebook["Mine"])
+
+    cell = (
+        "from crosslayer.connections.prenorm import PreNorm\n"
+        "class Mine(PreNorm):\n"
+        "    part_label = 'S'\n"
+        "    def initial_state(self, x):\n"
+        "        return super().initial_state(2 * x)\n"
+    )
+    first = digest_of_cell(1, cell)
+    assert first
+    assert digest_of_cell(2, cell.replace("2 * x)", "2 * x)  # twice")) == first
+    assert digest_of_cell(3, cell.replace("2 * x", "3 * x")) != first
+    assert digest_of_cell(4, cell.replace("'S'", "'T'")) != first
 
 
 def test_code_digest_sees_what_a_method_imports_from_its_package(tmp_path, monkeypatch):

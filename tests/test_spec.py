@@ -1,6 +1,8 @@
 """The public interface: names, specs, what they print, and how they fail."""
 
 import pickle
+import subprocess
+import sys
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -33,7 +35,11 @@ def test_public_names():
 
 
 def test_completion_shows_the_public_names():
-    assert dir(crosslayer) == sorted(crosslayer.__all__)
+    """And packages once they are imported, which need no import of their own."""
+    code = "import crosslayer; print(dir(crosslayer) == sorted(crosslayer.__all__)); "
+    code += "crosslayer.inspect.measure_scales; print('inspect' in dir(crosslayer))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "True"]
 
 
 # ---- specs

@@ -1,5 +1,6 @@
 """Residual connections for Transformers, behind one interface: see `crosslayer.connection`."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .connection import Connection
@@ -36,8 +37,11 @@ __all__ = [
 use_kernels(None)
 
 
+_SUBPACKAGES = ("convert", "cost", "data", "evaluate", "hf", "inspect", "train")
+
+
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *(name for name in _SUBPACKAGES if name in globals())])
 
 
 def __getattr__(name: str) -> Any:
@@ -46,4 +50,6 @@ def __getattr__(name: str) -> Any:
         from . import hf
 
         return getattr(hf, name)
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")

@@ -4,7 +4,6 @@
 class is a subclass of the old one. torch's FSDP2 uses the same technique.
 """
 
-import functools
 from typing import Any
 
 
@@ -25,9 +24,14 @@ def original_class(module: Any) -> type[Any]:
     return vars(type(module)).get("original", type(module))
 
 
-@functools.cache
 def swapped_class(mixin: type, original: Any) -> Any:
-    """The class with the bases (mixin, original), of the name of `original`."""
+    """The class with the bases (mixin, original), of the name of `original`.
+
+    It lives as long as an instance does: `original` knows its subclasses by weak references.
+    """
+    for subclass in type.__subclasses__(original):
+        if vars(subclass).get("mixin_before_original") is mixin:
+            return subclass
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         # The class exists at run time only, so copies and pickles rebuild it from its two bases.
@@ -38,6 +42,7 @@ def swapped_class(mixin: type, original: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__reduce_ex__": reduce,
         "original": original,
+        "mixin_before_original": mixin,
     }
     cls: Any = type(original.__name__, (mixin, original), members)
     try:

@@ -3,9 +3,11 @@ errors.
 """
 
 import copy
+import gc
 import inspect
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -690,3 +692,21 @@ def test_an_argument_given_twice_is_refused():
     layer, hidden = model.model.layers[0], model.get_input_embeddings()(ids())
     with pytest.raises(TypeError, match="got the argument 'attention_mask' by its position and"):
         layer(hidden, None, attention_mask=None)
+
+
+def test_a_class_of_a_cell_is_freed():
+    """A notebook defines a class again whenever its cell runs."""
+
+    def connect_in_a_cell() -> weakref.ref:
+        model = transformers.LlamaModel(make_config("llama", layers=1, dim=16, heads=2, vocab=32))
+
+        class Backbone(transformers.LlamaModel):
+            pass
+
+        model.__class__ = Backbone
+        crosslayer.connect(model, "mudd")
+        return weakref.ref(Backbone)
+
+    known = connect_in_a_cell()
+    gc.collect()
+    assert known() is None

@@ -25,12 +25,15 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.loggers import Logger
 from lightning.pytorch.loggers import WandbLogger
 
+import crosslayer
 from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
 from crosslayer.cli.train import train_and_export
 from crosslayer.connection import find_connections
+from crosslayer.connections.prenorm import PreNorm
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
+from crosslayer.float32_parameters import float32_parameter
 from crosslayer.hf import from_pretrained
 from crosslayer.losses import next_token_loss
 from crosslayer.run_folders import checkpoint_name
@@ -331,6 +334,50 @@ def test_out_of_memory_is_no_damage(text, left, monkeypatch):
     assert steps(left) == [3, 6]
 
 
+def test_ctrl_c_while_a_checkpoint_is_written_is_no_full_disk(text, left, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp.FileSystemWriter, "write_data", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run({"data": text, "save_every": 3}, "prenorm", left)
+    assert steps(left) == [3, 6]
+
+
+class Scaled(PreNorm):
+    """Its output has a learned factor."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.factor = float32_parameter(1)
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.factor)
+
+
+def test_a_method_that_has_lost_a_parameter(text, tmp_path, monkeypatch):
+    """What the other weights fit by name is another method nevertheless."""
+    monkeypatch.setattr("crosslayer.methods._registered", {})
+    crosslayer.register_connection("scaled", Scaled)
+    settings = Settings.from_options(**SMALL | {"data": text, "steps": 1})
+    examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
+    train_arm(settings, "scaled", 0, examples, folder=str(tmp_path))
+    crosslayer.register_connection("scaled", type("Scaled", (PreNorm,), {}))
+    with pytest.raises(ValueError, match=r"it has .*factor, which the model lacks"):
+        train_arm(settings, "scaled", 0, examples, folder=str(tmp_path))
+
+
+def test_the_random_state_of_the_caller(text):
+    settings = Settings.from_options(**SMALL | {"data": text, "steps": 1})
+    examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    train_arm(settings, "prenorm", 0, examples)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     steps_taken = [99_999_999, 100_000_000, 8]
     for step in steps_taken:
@@ -592,7 +639,7 @@ def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
     ("changed", "arm", "message"),
     [
         ({"lr": 1e-4}, "prenorm", "belongs to another run, with lr = 0.00075; here it is 0.0001"),
-        ({"dim": 64}, "prenorm", "with dim = 32; here it is 64; choose another --out"),
+        ({"dim": 64}, "prenorm", "with dim = 32; here it is 64; choose another folder (--out)"),
         (
             {"model_config": {"rms_norm_eps": 1e-5}},
             "prenorm",

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +31,24 @@ def hold_folder(folder: Path) -> AbstractContextManager[None]:
 
 def make_console(**options: Any) -> Any:
     """A terminal of rich that shows names and paths literally: brackets are no markup, and no line
-    is broken.
+    is broken, but in a notebook, which would cut off its end.
     """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, soft_wrap=True, **options)
+    console = Console(markup=False, emoji=False, **options)
+    console.soft_wrap = not console.is_jupyter
+    return console
 
 
 def can_redraw(console: Any) -> bool:
-    """Whether a line that was printed can be drawn again: not so in a log file."""
-    return bool(console.is_terminal or console.is_jupyter)
+    """Whether a line that was printed can be drawn again.
+
+    Not so in a log file, nor in a cell that runs a command: a notebook has it print colours, for
+    which rich takes the pipe for a terminal.
+    """
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None
+    return bool(console.is_terminal and console.file.isatty())
 
 
 def make_progress(console: Any, *columns: Any, **options: Any) -> Any:

@@ -187,7 +187,7 @@ def _order_of_outputs(row: str, attention: Any, module: Any) -> FusedQKV | None:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # A class of a notebook is not kept for good.
 def _calls_of_input(cls: type, methods: tuple[str, ...] = ("forward",)) -> set[str] | None:
     """The modules that a module's forward calls with its input alone, from its source.
 

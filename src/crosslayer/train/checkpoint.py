@@ -34,6 +34,8 @@ from .identity import PLACES_OF_DATA, first_difference
 from .parallel import gather_from_ranks, run_on_rank_zero
 from .run_state import RunState
 
+_OTHER_FOLDER = "choose another folder (--out)"
+
 
 @dataclass
 class Checkpoints:
@@ -68,9 +70,8 @@ class Checkpoints:
             try:
                 claimed = read_json(path)
             except ValueError as error:
-                raise ValueError(
-                    f"{error}; remove it if the folder is this run's, or choose another --out"
-                ) from None
+                remedy = f"remove it if the folder is this run's, or {_OTHER_FOLDER}"
+                raise ValueError(f"{error}; {remedy}") from None
             self._check_identity(self.folder, claimed)
 
         run_on_rank_zero(self.fabric, check_and_write)
@@ -104,7 +105,7 @@ class Checkpoints:
         except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
             if self.fabric.is_global_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
-            _raise_full_memory(failure)
+            _raise_other_cause(failure)
             newest = self.newest()
             remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
             raise OSError(
@@ -159,6 +160,7 @@ class Checkpoints:
         state_dict = _state_dict(model, optimizers)
         try:
             reader = CheckpointReader(path)
+            _check_parameters(state_dict["model"], reader)
             unsaved = _pop_unsaved_states(state_dict["optimizer"], reader)
             with _quiet_dcp():
                 dcp.load(
@@ -168,7 +170,7 @@ class Checkpoints:
                     no_dist=self.fabric.world_size == 1,
                 )
         except (Exception, dcp.api.CheckpointException) as error:  # pickle raises any class
-            _raise_full_memory(error)
+            _raise_other_cause(error)
             raise ValueError(
                 f"{path}: cannot be read ({_describe_cause(error)}){self._remedy(path)}"
             ) from None
@@ -221,7 +223,7 @@ class Checkpoints:
         places = PLACES_OF_DATA if is_same_data else ()  # the same data may have been moved
         difference = first_difference(identity, self.identity, places)
         if difference:
-            raise ValueError(f"{path}: belongs to another run, {difference}; choose another --out")
+            raise ValueError(f"{path}: belongs to another run, {difference}; {_OTHER_FOLDER}")
 
     def _fingerprints(self, folder: Path) -> dict[str, tuple[int, int]]:
         """Size and CRC-32 of the files that torch wrote. The ranks share the reading.
@@ -298,6 +300,17 @@ def _state_dict(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
     return {"model": model_state, "optimizer": optimizer_state}
 
 
+def _check_parameters(model_state: dict[str, Any], reader: CheckpointReader) -> None:
+    """Raise a ValueError where the model lacks something that was saved.
+
+    torch would leave it out: the run would go on with another method, whose weights fit by name.
+    """
+    for key in reader.read_metadata().state_dict_metadata:
+        part, _, name = key.partition(".")
+        if part == "model" and name not in model_state:
+            raise ValueError(f"it has {name}, which the model lacks; was its code changed?")
+
+
 def _pop_unsaved_states(
     optimizer_state: dict[str, Any], reader: CheckpointReader
 ) -> dict[str, Any]:
@@ -337,10 +350,10 @@ def _cause_of(error: BaseException) -> BaseException:
     return cause
 
 
-def _raise_full_memory(error: BaseException) -> None:
-    """Raise what torch has wrapped, where the memory was full: the checkpoint is not damaged."""
+def _raise_other_cause(error: BaseException) -> None:
+    """Raise what torch has wrapped, where no file was the cause: the memory was full, or Ctrl-C."""
     cause = _cause_of(error)
-    if isinstance(cause, Exception) and is_out_of_memory(cause):
+    if not isinstance(cause, Exception) or is_out_of_memory(cause):
         raise cause from None
 
 

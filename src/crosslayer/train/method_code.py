@@ -4,8 +4,10 @@ import ast
 import hashlib
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib.util import resolve_name
+from types import FunctionType
 from typing import Any
 
 from ..connection import Connection
@@ -15,8 +17,8 @@ def code_digest(method: type[Connection[Any]]) -> str:
     """Identifies the code of a method, without comments and docstrings.
 
     That is the file that defines it, the files of its package that it imports from, and those that
-    they import from. Compiled modules are left out. Empty where the method has no file, as in a
-    notebook.
+    they import from. Compiled modules are left out. Of a method without a file, as in a notebook,
+    it is the code of its class; empty where that is not known either.
     """
     digest = hashlib.sha256()
     seen: set[str] = set()
@@ -30,11 +32,30 @@ def code_digest(method: type[Connection[Any]]) -> str:
             tree = ast.parse(inspect.getsource(sys.modules[name]))
         except (KeyError, OSError, TypeError, SyntaxError):
             if name == method.__module__:
-                return ""
+                return _class_digest(method)
             continue
         waiting += _imported_siblings(tree, sys.modules[name].__package__)
         digest.update(_code_without_docstrings(tree).encode())
     return digest.hexdigest()[:12]
+
+
+def _class_digest(method: type[Connection[Any]]) -> str:
+    """The same of the functions and plain values of a class, and of its bases in the notebook."""
+    texts = []
+    classes = [cls for cls in method.__mro__ if cls.__module__ == method.__module__]
+    members = [member for cls in classes for member in sorted(vars(cls).items())]
+    for name, member in members:
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if isinstance(function, FunctionType):
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            except (OSError, SyntaxError):  # typed without a notebook; a lambda
+                return ""
+            texts.append(_code_without_docstrings(tree))
+        elif isinstance(member, str | int | float | tuple) and not name.startswith("__"):
+            texts.append(f"{name} = {member!r}")
+    code = "\n".join(texts)
+    return hashlib.sha256(code.encode()).hexdigest()[:12] if code else ""
 
 
 def _code_without_docstrings(tree: ast.Module) -> str:
