@@ -150,6 +150,15 @@ def is_same_connection(first: "str | ConnectionSpec", second: "str | ConnectionS
     return a.name == b.name and all_options(a) == all_options(b)
 
 
+def _name_of_class(method: type) -> str:
+    """The name of a connection's class, or how to give it one."""
+    name = vars(method).get("name")
+    if name:
+        return f"it is called {name!r}"
+    own = method.__name__
+    return f'give it one with crosslayer.register_connection("{own.lower()}", {own})'
+
+
 def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     """Read a connection's name and options: `make("mudd", dilation=2)(site, dim, norm)` builds it.
 
@@ -167,8 +176,8 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     """
     if isinstance(spec, type):
         raise ValueError(
-            f"make takes the name of a connection, got the class {spec.__name__}; give it one with "
-            f'crosslayer.register_connection("{spec.__name__.lower()}", {spec.__name__})'
+            f"make takes the name of a connection, got the class {spec.__name__}; "
+            f"{_name_of_class(spec)}"
         )
     if isinstance(spec, ConnectionSpec):
         name = spec.name

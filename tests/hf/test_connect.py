@@ -710,3 +710,19 @@ def test_a_class_of_a_cell_is_freed():
     known = connect_in_a_cell()
     gc.collect()
     assert known() is None
+
+
+@pytest.mark.parametrize("spec", ["hyper", "mgr", "denseformer"])
+def test_parameters_do_not_depend_on_torchs_default_dtype(spec):
+    config = make_config("llama", layers=2, dim=16, heads=2, vocab=97)
+    plain = transformers.LlamaModel(config).eval()
+    expected = crosslayer.connect(copy.deepcopy(plain), spec)(ids())
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = crosslayer.connect(plain, spec)
+        dtypes = {p.dtype for p in model.parameters()}
+        found = model(ids())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert dtypes == {torch.float32}
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import crosslayer
+from crosslayer.connection import find_connections
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.verification import verify_wiring
+from crosslayer.recompute import enable_recompute
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.plain_models import (
     DIM,
@@ -28,7 +30,7 @@ from tests.hf.plain_models import (
     output_and_gradients,
 )
 
-COMPUTED = "what it does depends on its own parameters or buffers, or on the length of its input"
+COMPUTED = "what it does depends on its own parameters or buffers, or on the shape of its input"
 IN_TRAINING = "in training its own code does something else than in evaluation"
 REFUSED_FACTORS = {
     "a function of a parameter": (lambda block, y: torch.tanh(block.alpha) * y, COMPUTED),
@@ -37,6 +39,7 @@ REFUSED_FACTORS = {
     "at least 0.1": (lambda block, y: block.gains.clamp(min=0.1) * y, COMPUTED),
     "a sign": (lambda block, y: y if block.alpha > 0 else -y, COMPUTED),
     "a length": (lambda block, y: math.log(y.shape[1]) * y, COMPUTED),
+    "a number of sequences": (lambda block, y: y / y.shape[0], COMPUTED),
     "a clamp": (lambda block, y: y.clamp(-6, 6), COMPUTED),
     "two parameters": (lambda block, y: block.alpha * block.gains * y, COMPUTED),
     "stochastic depth": (
@@ -341,6 +344,52 @@ class LengthBlock(ConstantBlock):
         return x.shape[1] > 1
 
 
+class SequencesBlock(ConstantBlock):
+    def is_doubled(self, x: Tensor) -> int:
+        return x.shape[0]
+
+
+class RolledBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x)).roll(1, 0)
+        return x + self.mlp(self.ln_2(x))
+
+
+class FlatBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x).flatten(0, 1)).view(x.shape)
+
+
+class NumberedBlock(Block):
+    """It reads the number of a module, by which layers of one kind may differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn.layer_idx = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x)) * (0.5 if self.attn.layer_idx == 0 else 1)
+        return x + self.mlp(self.ln_2(x))
+
+
+class LoggingBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(x.mean())
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NamedBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.wiring = "copper"
+
+
 class TrainingBlock(ConstantBlock):
     def is_doubled(self, x: Tensor) -> bool:
         return not self.training
@@ -428,7 +477,13 @@ def test_functions_that_know_modules():
         (IdleBlock, r"layer 0 \(IdleBlock\): its ln_3 does not run in the forward passes that"),
         (InPlaceBlock, r"connect cannot connect layer 0 \(InPlaceBlock\): .* in-place operation"),
         (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
-        (LengthBlock, "what it does depends on .* the length of its input"),
+        (LengthBlock, "what it does depends on .* the shape of its input"),
+        (SequencesBlock, "what it does depends on .* the shape of its input"),
+        (RolledBlock, "what it does depends on .* the shape of its input"),
+        (FlatBlock, r"it gives mlp its input in another shape, \[.*; reshape it in that module"),
+        (NumberedBlock, "layer_idx"),
+        (LoggingBlock, "sets log"),
+        (NamedBlock, "has an attribute 'wiring', which a connected layer needs"),
         (TrainingBlock, "in training its own code does something else"),
         (MaskBlock, "it gives attn a tensor that it makes itself, 'doubled'; if it is a mask"),
         (TableBlock, r"it gives attn an argument that it makes itself, doubled=\(tensor"),
@@ -580,7 +635,7 @@ def test_a_layer_that_counts_its_runs_is_refused_and_left_as_it_was():
     for layer in model.layers:
         layer.register_buffer("runs", torch.tensor(0))
         layer.log = []
-    with pytest.raises(ValueError, match="in training its own code does something else"):
+    with pytest.raises(ValueError, match="sets log"):
         crosslayer.connect(model, "hyper")
     assert [(layer.runs.item(), layer.log) for layer in model.layers] == [(0, [])] * 4
 
@@ -597,3 +652,63 @@ def test_a_layer_that_draws_random_numbers_of_its_own_is_refused_and_left_as_it_
     with pytest.raises(ValueError, match=IN_TRAINING):
         crosslayer.connect(model, "hyper")
     assert torch.equal(model.layers[0].generator.get_state(), before)
+
+
+class FlaggedBlock(Block):
+    """Its arguments have names that are common."""
+
+    def forward(self, x: Tensor, is_first: bool = False, records: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+class FlaggedGPT(GPT):
+    def forward(self, ids: Tensor, output_hidden_states: bool = False) -> Any:
+        x = self.transformer.wte(ids)
+        hidden = [x]
+        for number, block in enumerate(self.transformer.h):
+            x = block(x, is_first=number == 0)
+            hidden.append(x)
+        x = self.transformer.ln_f(x)
+        return (x, hidden) if output_hidden_states else x
+
+
+def test_common_names_of_arguments():
+    model = FlaggedGPT()
+    model.transformer.h = nn.ModuleList(FlaggedBlock() for _ in range(2))
+    model.eval()
+    plain = copy.deepcopy(model)
+    crosslayer.connect(model, "prenorm")
+    out, hidden = model(make_ids(), output_hidden_states=True)
+    assert torch.equal(out, plain(make_ids())) and len(hidden) == 3
+
+
+def test_a_class_that_a_projection_gets_later_is_no_projection_of_connect():
+    model = crosslayer.connect(model_of(Block), "mudd")
+    projection = model.transformer.h[1].attn.c_attn
+    nn.utils.parametrize.register_parametrization(projection, "weight", nn.Identity())
+    expected = model(make_ids())
+    with pytest.raises(ValueError, match="c_attn was given another class after connect"):
+        crosslayer.disconnect(model)
+    assert torch.equal(model(make_ids()), expected)
+    nn.utils.parametrize.remove_parametrizations(projection, "weight")
+    crosslayer.disconnect(model)
+
+
+class CutGPT(GPT):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.transformer.wte(ids)
+        for block in self.transformer.h:
+            x = block(x)[:, -5:]
+        return self.transformer.ln_f(x)
+
+
+@pytest.mark.parametrize("spec", ["hyper", "mudd"])
+def test_tokens_may_be_taken_where_states_are_recomputed(spec):
+    stored = perturb_weights(crosslayer.connect(CutGPT().eval(), spec), 0.05)
+    recomputed = copy.deepcopy(stored)
+    enable_recompute(find_connections(recomputed), "streams")
+    for model in (stored, recomputed):
+        model(make_ids()).square().mean().backward()
+    for (name, p), q in zip(stored.named_parameters(), recomputed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name

@@ -222,6 +222,15 @@ def part_with_the_config_of_another():
     return model
 
 
+def model_with_the_config_of_another_connection():
+    """A backbone's config object is its own, and names the connection that came last."""
+    model = llama().model
+    other = LlamaModel(model.config)
+    crosslayer.connect(model, "prenorm")
+    crosslayer.connect(other, "postnorm")
+    return model
+
+
 def plain_model_with_the_config_of_another():
     model = llama().model
     crosslayer.connect(LlamaModel(model.config), "mudd")
@@ -243,6 +252,10 @@ def model_without_its_last_layer():
             "no config that is saved .* connection of encoder, 'mudd'; connect the ",
         ),
         (part_with_the_config_of_another, "model.decoder is not connected, .* save its state_dict"),
+        (
+            model_with_the_config_of_another_connection,
+            "the config of LlamaModel names 'postnorm', and it is connected with 'prenorm'",
+        ),
         (plain_model_with_the_config_of_another, "LlamaModel is not connected, .*copy.deepcopy"),
         (model_without_its_last_layer, "model has 2 of the 3 layers .* remove layers before"),
     ],

@@ -15,7 +15,7 @@ from .arguments import argument_names, takes_any_keyword
 from .connected_model import ConnectedModel, mark_as_initialised
 from .families import FAMILIES, FunctionCall, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormFunction, NormReference, copy_norm
-from .layers import ConnectedLayer, make_readout
+from .layers import LAYER_ATTRIBUTES, ConnectedLayer, make_readout
 from .mlp_widths import set_mlp_widths
 from .qkv import SplitInputAttention, split_qkv_inputs
 from .recognition import NoLayersError, recognise_model
@@ -42,6 +42,7 @@ def attach_connections(
 
     # Build all connections first. Whatever can fail does so before the model changes.
     check_not_dispatched(backbone, wiring)
+    _check_attribute_names(layers)
     *sites, readout_site = plan_layers([ports_of_sites(layer) for layer in wiring.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
@@ -68,6 +69,17 @@ def attach_connections(
     backbone.connection_spec = str(spec)
     backbone.wiring = wiring
     set_config_keys(backbone, crosslayer=str(spec), crosslayer_widths=mlp_widths)
+
+
+def _check_attribute_names(layers: list[Any]) -> None:
+    """Raise a ValueError where a host's layer has an attribute that a connected one needs."""
+    for number, layer in enumerate(layers):
+        for name in LAYER_ATTRIBUTES:
+            if hasattr(layer, name):
+                raise ValueError(
+                    f"layer {number} ({type(layer).__name__}) has an attribute {name!r}, which a "
+                    "connected layer needs; give it another name"
+                )
 
 
 def _check_output_projections(wiring: ModelWiring, spec: ConnectionSpec) -> None:
@@ -289,8 +301,10 @@ def _make_on_device(
     with torch.device(parameter.device):
         connection = spec(site, dim, norm)
     mark_as_initialised(connection, like)
-    if parameter.shape != parameter_shape(parameter):
-        # DeepSpeed has one dtype for all, and float32 copies in its optimizer.
-        for own in connection.parameters(recurse=False):
-            own.data = own.data.to(parameter.dtype)
-    return connection.double() if parameter.dtype == torch.float64 else connection
+    dtype = torch.float32
+    # DeepSpeed has one dtype for all, and float32 copies in its optimizer.
+    if parameter.dtype == torch.float64 or parameter.shape != parameter_shape(parameter):
+        dtype = parameter.dtype
+    for own in connection.parameters(recurse=False):
+        own.data = own.data.to(dtype)
+    return connection

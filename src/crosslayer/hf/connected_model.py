@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ..connection import Connection
 from ..partitioned import gathered_parameters
@@ -59,7 +60,8 @@ class ConnectedModel:
         is_asked = kwargs.get("output_hidden_states")
         if is_asked is None:  # which some heads pass
             is_asked = getattr(config, "output_hidden_states", False)
-        if not is_asked:
+        is_of_transformers = isinstance(config, PreTrainedConfig)  # other flags are the model's own
+        if not is_asked or not is_of_transformers:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
             self._check_attentions(out)
             return out

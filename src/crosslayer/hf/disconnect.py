@@ -1,6 +1,5 @@
 """`disconnect`: undo `connect` where that leaves the model's function unchanged."""
 
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,8 @@ from .attach import (
     set_config_keys,
 )
 from .host_norms import OwnedNorm
-from .qkv import FusedProjection, SplitInputAttention, merge_fused_projection, select_port
+from .layers import LAYER_ATTRIBUTES
+from .qkv import FusedProjection, SplitInputAttention, is_port_hook, merge_fused_projection
 from .sharding import forget_parameters_apart
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -92,13 +92,7 @@ def remove_connections(model: nn.Module) -> None:
     for layer in wiring.find_layers(backbone):
         _merge_qkv_inputs(layer)
         restore_class(layer)
-        for name in (
-            "connections",
-            "wiring",
-            "opened_paths",
-            "argument_names",
-            "takes_any_keyword",
-        ):
+        for name in LAYER_ATTRIBUTES:
             delattr(layer, name)
     if wiring.final is not None:
         final: Any = backbone.get_submodule(wiring.final)
@@ -113,6 +107,11 @@ def remove_connections(model: nn.Module) -> None:
 def _check_plain_model_exists(model: nn.Module, backbone: Any) -> None:
     """Raise a ValueError unless a plain config describes the model without its connections."""
     for path, module in model.named_modules():
+        if isinstance(module, FusedProjection) and "original" not in vars(type(module)):
+            raise ValueError(
+                f"{path} was given another class after connect, as torch's parametrize does; undo "
+                "that first"
+            )
         if isinstance(module, Connection) and "modules_to_save" in path.split("."):
             raise ValueError(
                 f"an adapter of PEFT trains a copy of the connection, {path}; merge the adapter "
@@ -161,7 +160,7 @@ def _merge_qkv_inputs(layer: Any) -> None:
     """Undo `split_qkv_inputs` in a layer."""
     for module in layer.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, partial) and hook.func is select_port:
+            if is_port_hook(hook):
                 del module._forward_pre_hooks[key]
         if isinstance(module, FusedProjection):
             merge_fused_projection(module)

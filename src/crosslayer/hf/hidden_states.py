@@ -66,8 +66,9 @@ class TravellingState(NamedTuple):
         tokens = find_token_slice(index)
         if tokens is None:
             raise StreamUseError("parts of it but a slice of the tokens, like [:, -1:]")
+        state = getattr(self.state, "state", self.state)  # recomputed states begin anew here
         return self._replace(
-            state=tree_map(lambda leaf: self._select(leaf, tokens), self.state),
+            state=tree_map(lambda leaf: self._select(leaf, tokens), state),
             shape=torch.empty(self.shape, device="meta")[:, tokens].shape,
         )
 

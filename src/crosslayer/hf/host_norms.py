@@ -5,8 +5,8 @@ find it.
 """
 
 import copy
-import itertools
 from collections.abc import Iterable
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -159,10 +159,12 @@ def copy_norm(owner: nn.Module, path: str) -> nn.Module:
 def _sublayer_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
     """The dtype that a host's sub-layers compute in: that of its matrices.
 
-    A norm may be wider than these. Quantised matrices, of one byte or of integers, do not say.
+    A norm may be wider than these. Quantised matrices, of one byte or of integers, do not say, and
+    adapters beside them may be wider. There the norm says it.
     """
-    matrices = (parameter for parameter in owner.parameters() if parameter.ndim > 1)
-    for parameter in itertools.chain(matrices, norm.parameters(recurse=False), owner.parameters()):
+    first_matrix = (parameter for parameter in owner.parameters() if parameter.ndim > 1)
+    candidates = (islice(first_matrix, 1), norm.parameters(recurse=False), owner.parameters())
+    for parameter in chain(*candidates):
         if parameter.is_floating_point() and parameter.itemsize > 1:
             return parameter.dtype
     raise ValueError(

@@ -45,6 +45,11 @@ from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .layer_hooks import StateStructure, check_structured, warn_of_hooks
 from .qkv import QKVInputs
 
+# What `connect` sets on a layer.
+LAYER_ATTRIBUTES = (
+    *("connections", "wiring", "opened_paths"),
+    *("argument_names", "takes_any_keyword"),
+)
 _RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
 
 
@@ -81,10 +86,10 @@ class ConnectedLayer:
             tensors, spec = tree_flatten(stream)
             given = (StateStructure(spec), *tensors)
         recorder = kwargs.pop(_RECORDER, None)
-        kwargs["records"] = recorder is not None and not is_first
+        kwargs["crosslayer_records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
         structure, *leaves, before = check_structured(
-            call_host(*given, is_first=is_first, **kwargs)
+            call_host(*given, crosslayer_is_first=is_first, **kwargs)
         )
         hidden = tree_unflatten(leaves, structure.spec)
         if not isinstance(hidden, Tensor):
@@ -96,18 +101,22 @@ class ConnectedLayer:
         return hidden if self.wiring.extras is None else (hidden, *structure.extras)
 
     def forward(
-        self, *given: Any, is_first: bool, records: bool = False, **kwargs: Any
+        self,
+        *given: Any,
+        crosslayer_is_first: bool,
+        crosslayer_records: bool,
+        **kwargs: Any,
     ) -> tuple[Any, ...]:
         """The structure and the tensors of the next state, and the hidden state before this layer
-        if `records`.
+        if `crosslayer_records`.
 
         Args:
             given: the embedding; after the first layer the structure and the tensors of the state.
-            is_first: whether this is the first layer.
-            records: whether hidden states are asked for.
+            crosslayer_is_first: whether this is the first layer.
+            crosslayer_records: whether hidden states are asked for.
             kwargs: the arguments of the host's layer but the stream.
         """
-        if is_first:
+        if crosslayer_is_first:
             (embedding,) = given
             if self.wiring.embedding_norm:
                 embedding = find_attribute(self, self.wiring.embedding_norm)(embedding)
@@ -117,7 +126,7 @@ class ConnectedLayer:
             stream = tree_unflatten(leaves, structure.spec)
         state, dtype_like, stream_scale = stream
         dtype = dtype_like.dtype
-        before = read_hidden_state(self, state, dtype, stream_scale) if records else None
+        before = read_hidden_state(self, state, dtype, stream_scale) if crosslayer_records else None
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(

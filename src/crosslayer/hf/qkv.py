@@ -105,7 +105,8 @@ class SplitInputAttention:
         if self.fused is None:
             index = self.projections.index(name)
             # before the hooks of others, like those of tensor parallelism, which take one input
-            module.register_forward_pre_hook(partial(select_port, index), prepend=True)
+            if not any(map(is_port_hook, module._forward_pre_hooks.values())):
+                module.register_forward_pre_hook(partial(select_port, index), prepend=True)
         elif not isinstance(module, FusedProjection):
             # A subclass may only add how it is initialised, as torchtitan's does.
             is_linear = type(module).forward in (nn.Linear.forward, Conv1D.forward)
@@ -162,6 +163,11 @@ def select_port(index: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[A
     if not isinstance(inputs, QKVInputs):
         return None
     return (inputs[index if index < len(inputs) else 0],)
+
+
+def is_port_hook(hook: Any) -> bool:
+    """Whether a hook selects an input of q, k or v."""
+    return isinstance(hook, partial) and hook.func is select_port
 
 
 class FusedProjection:

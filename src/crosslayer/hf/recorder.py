@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from ..class_swap import original_class
 from .arguments import (
     COMPUTES_WITH_ARGUMENTS,
     LayerArgument,
@@ -96,7 +98,10 @@ class _Recorder(Observer):
         if not arguments:
             raise ValueError(f"it calls {path} without an input")
         first, *others = arguments
-        inputs = self.decompose(arguments.pop(first), path)
+        x = arguments.pop(first)
+        inputs = self.decompose(x, path)
+        if x.shape != (*self.shape, self.width):
+            _check_takes_any_shape(path, module, x)
         by_name = {*kwargs, residual_argument(module)}
         by_position = tuple(takewhile(lambda name: name not in by_name, others))
         residual = arguments.pop(residual_argument(module), None)
@@ -114,26 +119,26 @@ class _Recorder(Observer):
         self.calls.append(
             TracedCall(path, inputs, arguments, by_position=by_position, input_name=input_name)
         )
-        output = self._next_vector()
+        output = self._next_vector().view(x.shape)
         return output if residual is None else output + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         self.calls.append(TracedCall("", self.decompose(x, "a dropout"), {}, p))
-        return self._next_vector()
+        return self._next_vector().view(x.shape)
 
     def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         if x.requires_grad or x.shape != (*self.shape, self.width):
             return call(x)  # of a parameter
         inputs = self.decompose(x, repr(call))
         self.calls.append(TracedCall("", inputs, {}, function=call))
-        return self._next_vector()
+        return self._next_vector().view(x.shape)
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
         if x.shape != (*self.shape, self.width):
             raise ValueError(COMPUTES_WITH_ARGUMENTS)
         inputs = self.decompose(x, repr(product))
         self.calls.append(TracedCall("", inputs, {}, function=product))
-        return self._next_vector()
+        return self._next_vector().view(x.shape)
 
     def decompose(self, x: Any, where: str) -> StreamSum:
         """The factors of the vectors so far in a tensor."""
@@ -225,6 +230,22 @@ class _Recorder(Observer):
         vector = self.size * torch.randn(shape, generator=self.generator, dtype=torch.float64)
         self.vectors.append(vector.flatten().numpy().copy())  # A forward may change it in place.
         return vector
+
+
+def _check_takes_any_shape(path: str, module: nn.Module, x: Tensor) -> None:
+    """Raise a ValueError where a module may use the axes before the last: it will have the stream's
+    shape.
+    """
+    cls = original_class(module)
+    is_matrix = isinstance(module, nn.Linear | Conv1D) or "Linear" in cls.__name__  # quantised
+    is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    is_function = isinstance(module, nn.Dropout) or "activation" in cls.__module__
+    is_adapter = hasattr(module, "base_layer")  # PEFT's, of a matrix
+    if not (is_matrix or is_norm or is_function or is_adapter):
+        raise ValueError(
+            f"it gives {path} its input in another shape, {list(x.shape)}; reshape it in that "
+            "module"
+        )
 
 
 def record_run(

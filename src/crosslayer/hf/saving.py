@@ -54,6 +54,13 @@ def _check_configs(model: Any) -> None:
                 f"cannot save the model: {path or type(part).__name__} is not connected, but its "
                 f"config names {part.config.crosslayer!r}, so a loaded model would differ; {remedy}"
             )
+        others = [m for m in connected_within if m.connection_spec != part.config.crosslayer]
+        if others:
+            raise ValueError(
+                f"cannot save the model: the config of {path or type(part).__name__} names "
+                f"{part.config.crosslayer!r}, and {connected[others[0]] or 'it'} is connected with "
+                f"{others[0].connection_spec!r}; give each its own config, or {remedy}"
+            )
         kept |= connected_within
     for part, path in connected.items():
         if part not in kept:

@@ -149,6 +149,9 @@ def make_layer_shadow(
 
     shared = {"observer": observer, "lengths": lengths, "training": training}
     shadow = _make_shadow(layer, treat, shared)
+    for copy in shadow.modules():
+        if copy is not shadow:
+            vars(copy).pop("layer_idx", None)  # `layer_kind` leaves it out
     # The same signs wherever there are any, so that the sign of the factor decides.
     generator = torch.Generator().manual_seed(0 if values.parameter_factor is None else 1)
     for copy in shadow.modules():

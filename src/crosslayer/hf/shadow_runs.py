@@ -164,18 +164,22 @@ def _run_until_unpacked(
         return observer, output
 
 
-def _attributes(shadow: nn.Module) -> dict[str, tuple[int, int]]:
+def _attributes(shadow: nn.Module) -> dict[str, Any]:
     """What tells whether an attribute, a parameter or a buffer is set or changed in place."""
     return {
-        f"{path}.{name}".lstrip("."): (id(value), getattr(value, "_version", 0))
+        f"{path}.{name}".lstrip("."): (id(value), getattr(value, "_version", 0), _items(value))
         for path, module in shadow.named_modules()
         for name, value in {**vars(module), **module._buffers, **module._parameters}.items()
     }
 
 
-def _check_attributes(
-    before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]
-) -> None:
+def _items(value: Any) -> list[int]:
+    """The identities of what a list, a set or a dict has."""
+    items = value.values() if isinstance(value, dict) else value
+    return list(map(id, items)) if isinstance(value, dict | list | set) else []
+
+
+def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise a ValueError where an attribute has changed."""
     for name in before | after:
         if before.get(name) != after.get(name):

@@ -25,7 +25,7 @@ from .shadow_runs import SeveralStreamsError
 
 # What a layer does depends neither on lengths nor on sizes or signs. OPT flattens its sequences, so
 # there is one.
-_OTHER_VALUES = (ShadowValues((1, 5), 1e3, 0.01), ShadowValues((1, 5), 1e3, -100.0))
+_OTHER_VALUES = (ShadowValues((2, 5), 1e3, 0.01), ShadowValues((3, 5), 1e3, -100.0))
 _OF_ONE_TOKEN = ShadowValues((1, 1), 1.0, -100.0)
 
 
@@ -186,7 +186,7 @@ def _check_other_values(layer: nn.Module, trace: LayerTrace, run: Callable[[], L
     """
     if _same_run(layer, trace, run, {}) is None:
         raise ValueError(
-            "what it does depends on its own parameters or buffers, or on the length of its input; "
+            "what it does depends on its own parameters or buffers, or on the shape of its input; "
             "a parameter itself may multiply an output, of one number or of one a channel"
         )
 
