@@ -67,9 +67,11 @@ def replace_folder(temporary: Path, folder: Path) -> None:
     So one of the two is complete at any moment.
     """
     replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(folder, replaced)
+    if not folder.exists():
+        _atomic_replace(temporary, folder)
+        return
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.replace(folder, replaced)
     _atomic_replace(temporary, folder)
     shutil.rmtree(replaced, ignore_errors=True)
 

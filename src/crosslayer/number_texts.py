@@ -10,10 +10,10 @@ _TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds")
 
 
 def format_size(parameters: float) -> str:
-    """Like "405M" or "1.4B"."""
+    """Like "405M", "1.4B" or "15T"."""
     if not math.isfinite(parameters):
         return "?"
-    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if parameters >= 0.9995 * factor:  # which has three digits, like 1,000 of the next unit
             return f"{parameters / factor:.3g}{suffix}"
     return f"{parameters:.0f}"

@@ -30,7 +30,12 @@ from crosslayer.train.method_code import code_digest
 from crosslayer.train.optimizers import build_optimizers, lr_schedule, warmup_steps
 from crosslayer.train.parallel import launched_ranks
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
-from crosslayer.train.report import plot_curves, plot_differences, plot_tradeoff
+from crosslayer.train.report import (
+    comparison_table,
+    plot_curves,
+    plot_differences,
+    plot_tradeoff,
+)
 from crosslayer.train.report_notes import report_notes, run_notes
 from crosslayer.train.results_table import (
     differences_by_step,
@@ -539,6 +544,34 @@ def test_what_an_arm_may_change_later(text_file, tmp_path):
         prepare(lr=2e-3, accumulate=2)
 
 
+def test_an_option_that_an_arm_lacks_is_the_recipes(tiny, tmp_path):
+    """And not the library's default, here 0.006."""
+    tiny |= {"lr": 1e-3, "steps": 1, "evals": 1}
+    arm = {"connection": "skip_gain", "name": "m"}
+    out = tmp_path / "out"
+    run_comparison(prepare_comparison(recipe(tiny, "prenorm", arm), 1, out), lambda *_: None)
+    assert not prepare_comparison(recipe(tiny, arm | {"lr": 1e-3}), 1, out).missing_runs()
+    default = OptimizationSettings.lr
+    with pytest.raises(ValueError, match=f"arm m with lr = 0.001; here it is {default:g}"):
+        prepare_comparison(recipe(tiny, arm | {"lr": default}), 1, out)
+
+
+def test_a_set_called_val_has_a_column_of_its_own(tiny, tmp_path):
+    texts = {"first": "the quick brown fox.\n", "val": "another text, 0123456789.\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text * 400)
+    valid = {name: str(tmp_path / f"{name}.txt") for name in texts}
+    tiny |= {"steps": 1, "evals": 1, "valid": valid}
+    comparison = prepare_comparison(recipe(tiny, "prenorm"), 1, tmp_path / "out")
+    run_comparison(comparison, lambda *_: None)
+    columns, (row,) = comparison_table(comparison)
+    (result,) = comparison.results.runs
+    shown = dict(zip(columns, row, strict=True))
+    assert len(columns) == len(set(columns))
+    assert shown["val loss"] == f"{result.valid['first']['loss']:.4f}"
+    assert shown["val loss (set val)"] == f"{result.valid['val']['loss']:.4f}"
+
+
 @pytest.mark.slow
 def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     out = tmp_path / "out"
@@ -787,8 +820,11 @@ def test_speeds_of_runs_executed_otherwise_have_no_ratio(tiny, tmp_path):
     (run,) = [run for run in comparison.results.runs if run.arm == "prenorm"]
     run.execution["recompute"] = "layers"
     assert result_table(comparison)[1].relative_activations > 0
-    run.execution["processes"] = 2
-    assert result_table(comparison)[1].relative_activations is None
+    for name in ("processes", "device", "operations"):
+        held = run.execution[name]
+        run.execution[name] = "other"
+        assert result_table(comparison)[1].relative_activations is None
+        run.execution[name] = held
 
 
 def test_an_arm_that_cannot_be_trained_is_named_before_any_is_trained(tiny, tmp_path):

@@ -87,6 +87,13 @@ def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     assert drawn == ["mudd at 4 × lr", "hyper at 0.125 × lr"], "and not pre-norm itself"
 
 
+def test_a_rate_that_diverges_is_not_doubled():
+    assert next_factor({1: math.inf}) == 0.5
+    assert next_factor({1: math.inf, 0.5: math.inf}) == 0.25
+    assert next_factor({1: math.inf, 0.5: 3.0}) == 0.25
+    assert next_factor({1: 3.0, 2: math.inf}) == 0.5
+
+
 def test_a_search_resumes(text_file, tmp_path, monkeypatch):
     done = []
 

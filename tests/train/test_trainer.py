@@ -639,7 +639,7 @@ def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
     ("changed", "arm", "message"),
     [
         ({"lr": 1e-4}, "prenorm", "belongs to another run, with lr = 0.00075; here it is 0.0001"),
-        ({"dim": 64}, "prenorm", "with dim = 32; here it is 64; choose another folder (--out)"),
+        ({"dim": 64}, "prenorm", "with dim = 32; here it is 64; choose another folder"),
         (
             {"model_config": {"rms_norm_eps": 1e-5}},
             "prenorm",
@@ -702,8 +702,13 @@ def test_a_run_that_had_ended(text, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["seed"] == 3
     results = tmp_path / "run" / "evaluation.json"
     results.write_text("{}")  # of crosslayer eval
-    assert main(command) == 0
+    notes = tmp_path / "run" / "model" / "NOTES.md"
+    notes.write_text("a user's")
+    result = (tmp_path / "run" / "result.json").read_text()
+    assert main([*command, "--recompute=layers"]) == 0
     assert "the run had ended already; nothing was trained" in capsys.readouterr().out
+    assert notes.read_text() == "a user's"
+    assert (tmp_path / "run" / "result.json").read_text() == result
     file = tmp_path / "file"
     file.touch()
     assert main([*command[:2], f"--out={file}", *small]) == 1
@@ -977,6 +982,7 @@ def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
         folder.mkdir()
         (folder / "__0_0.distcp").touch()
     (tmp_path / "run" / "step-00000006.part").touch()
+    (tmp_path / "run" / "step-best.old").mkdir()  # no name of a checkpoint
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)[:6]
     # a line without its end, and what is no line of a log
@@ -989,6 +995,7 @@ def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
         "run.json",
         "step-00000009",
         "step-00000012",
+        "step-best.old",
     ]
     steps_logged = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert set(steps_logged) == set(range(1, 13))

@@ -74,11 +74,13 @@ def compare_and_report(
 ) -> int:
     """Run a comparison with progress bars, write its report and print its table; the exit code."""
     from ..train.compare import prepare_comparison
+    from ..train.rate_search import names_at_rates
 
     comparison = prepare_comparison(recipe, seeds, Path(out) if out else None, search_rates)
     if not comparison.missing_runs() and is_rank_zero():
         make_console().print("All runs had ended already; nothing is trained.")
-        if comparison.results.diverged:
+        names = {name for arm in comparison.recipe.arms for name in names_at_rates(arm.name)}
+        if any(run.arm in names for run in comparison.results.diverged):
             make_console().print(
                 "Diverged runs are not tried again; choose another --out to train them anew."
             )

@@ -204,7 +204,7 @@ def make_table(title: str, columns: Sequence[str]) -> Any:
 
 def print_table(table: Any, console: Any) -> None:
     """Print a table. A narrow terminal may wrap its lines, but no number is cut off."""
-    needed_width = make_console(width=999).measure(table).maximum
+    needed_width = make_console(width=99_999).measure(table).maximum
     make_console(width=max(console.width, needed_width)).print(table, soft_wrap=False)
 
 

@@ -93,7 +93,10 @@ def _machine_limit(error: Exception) -> str | None:
     """
     text = str(error)
     if is_out_of_memory(error):
-        return "out of memory: a smaller model, context or batch needs less"
+        return (
+            "out of memory: a smaller model, context or batch needs less, and so does training "
+            "with --accumulate or --recompute"
+        )
     if isinstance(error, RecursionError):
         return "a value of the input is nested too deep"
     if any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):

@@ -70,7 +70,7 @@ def run(options: Any) -> int:
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
     """Train an arm with a progress bar, save model and result, print losses; the exit code."""
-    from ..train.task import check_out_of_data, load_examples
+    from ..train.task import check_outside_data, load_examples
 
     settings = recipe.settings(arm)
     if out is None:
@@ -78,7 +78,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
     else:
         folder = Path(out)
     _check_out_folder(folder)
-    check_out_of_data(folder, settings.data, recipe.task)
+    check_outside_data(folder, settings.data, recipe.task)
     examples = load_examples(settings, recipe.task)
 
     with hold_folder(folder):
@@ -107,10 +107,13 @@ def _train_in_folder(
     except RunDiverged as error:
         raise ValueError(str(error)) from None
 
-    export_trained(trainer, folder / TRAINED_MODEL_FOLDER)
+    is_new = bars.have_shown
+    if is_new or not is_model_folder(folder / TRAINED_MODEL_FOLDER):
+        export_trained(trainer, folder / TRAINED_MODEL_FOLDER)
     if trainer.fabric.is_global_zero:
-        _write_result(folder, settings, arm, result)
-        if not bars.have_shown:
+        if is_new or not (folder / RUN_RESULT_FILE).exists():
+            _write_result(folder, settings, arm, result)
+        if not is_new:
             note = f"{folder}: the run had ended already; nothing was trained."
             console.print(note)
         passes = examples.epochs(settings.optimization.steps, settings.data.batch)

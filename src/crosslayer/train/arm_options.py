@@ -38,7 +38,8 @@ def range_text(values: Iterable[Any]) -> str:
     """Values in words: the smallest and the largest number, or every text."""
     texts = {_value_text(value): value for value in values if value is not None}
     if len(texts) > 1 and all(isinstance(value, int | float) for value in texts.values()):
-        low, *_, high = sorted(texts, key=texts.__getitem__)
+        low = min(texts, key=texts.__getitem__)
+        high = max(texts, key=texts.__getitem__)
         return f"{low} to {high}"
     return " or ".join(texts)
 

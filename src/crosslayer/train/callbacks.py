@@ -110,9 +110,6 @@ class _LoggingCallback(Callback):
             last_step = trainer.state.reported_step
             run_on_rank_zero(trainer.fabric, partial(prepare_metrics_file, path, last_step))
 
-    def _write(self, trainer: Trainer, step: int, metrics: dict[str, Any]) -> None:
-        write_metrics(trainer.fabric, self.folder, step, metrics)
-
 
 class LogMetrics(_LoggingCallback):
     """Writes the results of steps and of evaluations, each on a separate line."""
@@ -122,12 +119,12 @@ class LogMetrics(_LoggingCallback):
             metrics = {
                 key: v for key, v in vars(result).items() if key not in ("step", "evaluation")
             }
-            self._write(trainer, result.step, metrics)
+            write_metrics(trainer.fabric, self.folder, result.step, metrics)
         if result.evaluation is not None:
             metrics = {}
             for name, values in result.evaluation.items():
                 metrics |= {f"{name} {key}": value for key, value in values.items()}
-            self._write(trainer, result.step, metrics)
+            write_metrics(trainer.fabric, self.folder, result.step, metrics)
 
 
 class LogDiagnostics(_LoggingCallback):
@@ -136,7 +133,9 @@ class LogDiagnostics(_LoggingCallback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:
             run = partial(trainer.task.loss, trainer.module, trainer.last_batch)
-            self._write(trainer, result.step, connection_diagnostics(trainer.model, run))
+            write_metrics(
+                trainer.fabric, self.folder, result.step, connection_diagnostics(trainer.model, run)
+            )
 
 
 class OnStep(Callback):

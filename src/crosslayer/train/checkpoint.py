@@ -252,6 +252,9 @@ class Checkpoints:
         """
         for replaced in self.folder.glob(f"step-*{REPLACED_SUFFIX}"):
             path = replaced.with_suffix("")
+            step = step_of_name(path.name)
+            if step is None or path.name != checkpoint_name(step):
+                continue  # someone else's
             if path.exists():
                 shutil.rmtree(replaced)
             else:

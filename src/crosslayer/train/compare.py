@@ -46,7 +46,7 @@ from .run import train_arm
 from .run_state import RunResult, StepResult
 from .settings import RATE_OPTIONS, OptimizationSettings
 from .signals import StopSignals
-from .task import Examples, build_model, check_out_of_data, check_vocab, load_examples
+from .task import Examples, build_model, check_outside_data, check_vocab, load_examples
 from .trainer import RunDiverged
 
 
@@ -200,7 +200,7 @@ def prepare_comparison(
     for arm in recipe.arms:
         if search_rates and recipe.settings(arm).optimization.lr == 0:
             raise ValueError(f"search_rates scales the learning rate, and {arm.name} has lr 0")
-        check_out_of_data(folder or Path(), recipe.settings(arm).data, recipe.task)
+        check_outside_data(folder or Path(), recipe.settings(arm).data, recipe.task)
     examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
     shared = recipe.settings().identity()

@@ -168,8 +168,11 @@ def load_matching_results(folder: Path, current: ComparisonResults) -> Compariso
             before = previous.arms[name]
             of_arm = [
                 first_difference(before, arm, {"options", "paper"}),
+                # an option that an arm lacks is the recipe's
                 first_difference(
-                    before["options"], arm["options"], PLACES_OF_DATA | CHANGEABLE_OPTIONS
+                    {**previous.settings, **before["options"]},
+                    {**current.settings, **arm["options"]},
+                    PLACES_OF_DATA | CHANGEABLE_OPTIONS,
                 ),
             ]
             differences += [f"the arm {name} {difference}" for difference in of_arm if difference]

@@ -50,6 +50,8 @@ def evaluate_examples(
     rank_indices += [-1] * (rounds * batch - len(rank_indices))
 
     sums: dict[str, Tensor] = {}
+    # the GPUs of a Mac have no float64
+    dtype = torch.float32 if fabric.device.type == "mps" else torch.float64
     with evaluation_mode(model):
         for start in range(0, len(rank_indices), batch):
             if should_stop():
@@ -59,7 +61,7 @@ def evaluate_examples(
             examples = fabric.to_device(default_collate([dataset[index] for index in padded]))
             weight = torch.tensor([index >= 0 for index in chosen], device=fabric.device)
             for name, values in task.evaluate(model, examples, padded).items():
-                sums[name] = sums.get(name, 0) + (values.double() * weight).sum()
+                sums[name] = sums.get(name, 0) + (values.to(dtype) * weight).sum()
     return {
         name: fabric.all_reduce(total, reduce_op="sum").item() / len(indices)
         for name, total in sums.items()

@@ -47,12 +47,16 @@ def export_trained(trainer: Trainer, folder: Path) -> None:
         is_new = tokenizer is not None and tokenizer_source is None
         if is_new:
             model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.end
-        model.save_pretrained(temporary, state_dict=state_dict)
-        if is_new:
-            _write_tokenizer(tokenizer, temporary)
-        elif tokenizer_source is not None:
-            copy_tokenizer(expand_place(tokenizer_source), temporary)
-        replace_folder(temporary, folder)
+        try:
+            model.save_pretrained(temporary, state_dict=state_dict)
+            if is_new:
+                _write_tokenizer(tokenizer, temporary)
+            elif tokenizer_source is not None:
+                copy_tokenizer(expand_place(tokenizer_source), temporary)
+            replace_folder(temporary, folder)
+        except OSError:  # a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     with averaged_weights(model, trainer.optimizers):

@@ -33,7 +33,10 @@ def run_identity(settings: Settings, connection: str, seed: int, digest: str) ->
 def first_difference(
     before: dict[str, Any], now: dict[str, Any], ignored: Collection[str] = ()
 ) -> str:
-    """The first key, in their alphabetical order, with another value, in words; "" without any.
+    """The first key with another value, in words; "" without any.
+
+    A pretrained model comes first, as it decides other options; then keys are in their alphabetical
+    order.
 
     Args:
         before: options that were added later may be missing: they have their defaults.
@@ -43,7 +46,8 @@ def first_difference(
     before = json.loads(json.dumps(before))
     now = json.loads(json.dumps(now))
     defaults = json.loads(json.dumps(DEFAULT_OPTIONS))
-    for key in sorted((before.keys() | now.keys()) - set(ignored)):
+    keys = (before.keys() | now.keys()) - set(ignored)
+    for key in sorted(keys, key=lambda key: (key != "pretrained", key)):
         value_before = before.get(key, defaults.get(key))
         if value_before != now.get(key):
             return f"with {key} = {value_before!r}; here it is {now.get(key)!r}"

@@ -7,6 +7,7 @@ what is tried, 32 times the recipe's rates or a 32nd of them.
 """
 
 import dataclasses
+import math
 
 from .recipe import Arm
 from .settings import OptimizationSettings
@@ -51,7 +52,9 @@ def next_factor(losses: dict[float, float]) -> float | None:
     if not losses:
         return 1.0
     best = best_factor(losses)
-    for neighbour in (best * 2, best / 2):
+    # a rate that has diverged does so at twice its value too
+    neighbours = (best * 2, best / 2) if math.isfinite(losses[best]) else (min(losses) / 2,)
+    for neighbour in neighbours:
         if neighbour in RATE_FACTORS and neighbour not in losses:
             return neighbour
     return None

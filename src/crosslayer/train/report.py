@@ -40,7 +40,7 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
         }
         for name, value in row.metrics.items():
             form = ".2f" if name.endswith("perplexity") else ".4f"
-            cells.setdefault(name, format_mean_std(value, form))
+            cells[_metric_column(name)] = format_mean_std(value, form)
         table.append([cells.get(column) or NOT_KNOWN for column in columns])
     return columns, table
 
@@ -58,11 +58,16 @@ def _table_columns(comparison: Comparison, rows: list[TableRow]) -> list[str]:
     for metric in metrics:
         # a set's own metrics, like "c4 loss", are in results.json; the table has its group's
         if metric.rpartition(" ")[0] not in grouped_sets:
-            columns.append(metric)
+            columns.append(_metric_column(metric))
     # at another scale than the paper's its results say nothing
     if comparison.results.scale == "full" and any(row.paper for row in rows):
         columns.append("paper")
     return columns
+
+
+def _metric_column(metric: str) -> str:
+    """The column of a metric. The table's own "val loss" is that of the first validation set."""
+    return "val loss (set val)" if metric == "val loss" else metric
 
 
 def _format_ratio(ratio: float | None) -> str:

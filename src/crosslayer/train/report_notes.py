@@ -13,7 +13,6 @@ from .comparison_results import DIGEST_KEY, TORCH_OPERATIONS, DivergedRun
 from .method_code import code_digest
 from .optimizers import warmup_steps
 from .rate_search import best_factor, is_limit, names_at_rates, next_factor
-from .recipe import Arm
 from .results_table import TableRow, differing_execution, find_baseline_arms, result_table
 from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, RATE_OPTIONS, DataSettings, ModelSettings, Settings
@@ -109,9 +108,11 @@ def _setup_note(comparison: Comparison) -> str:
         )
     if options["pretrained"]:
         backbones.append(f"pretrained backbone {options['pretrained']}")
+    amount = f"{options['batch']} {comparison.recipe.task.unit}"
+    if comparison.recipe.task.unit == "tokens":
+        amount = f"{options['batch']} × {options['context']} {_sequence_unit(comparison)}"
     note = (
-        f"{' and '.join(backbones)}; {options['steps']} steps of {options['batch']} × "
-        f"{options['context']} {_sequence_unit(comparison)}, {optimizer}, "
+        f"{' and '.join(backbones)}; {options['steps']} steps of {amount}, {optimizer}, "
         f"precision {options['precision']}."
     )
     if comparison.results.scale != "full":
@@ -138,7 +139,7 @@ def _data_note(comparison: Comparison) -> str:
     owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
     return (
         f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
-        f"{_passes_text(comparison, first)}."
+        f"{_passes_text(comparison)}."
     )
 
 
@@ -163,13 +164,20 @@ def _fairness_note(comparison: Comparison) -> str:
     )
 
 
-def _passes_text(comparison: Comparison, arm: Arm) -> str:
+def _passes_text(comparison: Comparison) -> str:
     """How often a run saw its data, where that is more than once and the data are at hand."""
-    if arm.name not in comparison.examples:
+    passes = []
+    for arm in comparison.recipe.arms:
+        if arm.name in comparison.examples:
+            _, data, optimization, _ = comparison.recipe.settings(arm)
+            passes.append(comparison.examples[arm.name].epochs(optimization.steps, data.batch))
+    if not passes or max(passes) <= 1:
         return ""
-    _, data, optimization, _ = comparison.recipe.settings(arm)
-    passes = comparison.examples[arm.name].epochs(optimization.steps, data.batch)
-    return f"; each run saw them {passes:.1f} times" if passes > 1 else ""
+    least = f"{min(passes):.1f}"
+    most = f"{max(passes):.1f}"
+    if least == most:
+        return f"; each run saw them {most} times"
+    return f"; a run saw them {least} to {most} times"
 
 
 def run_notes(comparison: Comparison) -> list[str]:

@@ -55,7 +55,8 @@ def train_arm(
     engine = settings.engine
     check_vocab(settings.model, examples)
     fabric = launch_fabric(engine, make_loggers(engine.loggers, folder or Path(), arm.name))
-    check_same_on_ranks(fabric, run_identity(settings, arm.connection, seed, examples.digest))
+    identity = run_identity(settings, arm.connection, seed, examples.digest)
+    check_same_on_ranks(fabric, {**settings.to_options(), **identity})
     callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]
     if engine.diagnostics_every > 0:
         callbacks.append(LogDiagnostics(folder, engine.diagnostics_every))

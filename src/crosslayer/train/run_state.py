@@ -54,7 +54,7 @@ class RunState:
         curve: (step, metrics of each validation set) of every evaluation.
         train_loss: of the last step.
         running_loss: exponential moving average of the training loss.
-        recent_losses: of the last `RECENT_STEPS` steps, without those whose batch was skipped.
+        recent_losses: of the last `RECENT_STEPS` steps whose batch was not skipped.
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation and the compilation of a process's first steps.
         tokens_per_second: (or images, …) over all ranks.

@@ -4,6 +4,7 @@ The fields' names are the keys of a recipe and, with dashes, the options of the 
 but `YAML_ONLY`).
 """
 
+import copy
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self, get_origin, get_type_hints
@@ -389,7 +390,7 @@ def parse_options(options: dict[str, Any]) -> dict[str, Any]:
         check_plain(name, value)
     types = _option_types()
     parsed: dict[str, Any] = {}
-    for name, value in options.items():
+    for name, value in copy.deepcopy(options).items():  # the parser changes mappings in place
         if _may_be_converted(value, types[name]):
             try:
                 parsed |= _option_parser().parse_object({name: value}, defaults=False).as_dict()

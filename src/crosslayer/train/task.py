@@ -203,7 +203,7 @@ LANGUAGE_TASK = TrainingTask(
 )
 
 
-def check_out_of_data(folder: Path, data: DataSettings, task: TrainingTask) -> None:
+def check_outside_data(folder: Path, data: DataSettings, task: TrainingTask) -> None:
     """Raise a ValueError where an output folder lies in a folder of texts, which would be read."""
     if task is not LANGUAGE_TASK:
         return

@@ -32,6 +32,7 @@ from ..cost.estimate import count_parameters
 from ..data.sampler import evenly_spaced, evenly_spaced_steps
 from ..optim import zero_connection_updates
 from ..spec import make
+from .comparison_results import describe_environment
 from .evaluation import EvaluationStopped, evaluate_examples, summarise_metrics
 from .identity import run_identity
 from .method_code import code_digest
@@ -378,6 +379,7 @@ class Trainer:
         evaluation = {name: last[name] for name in self.examples.valid}
         first = next(iter(evaluation))
         metrics = summarise_metrics(self.examples, evaluation)
+        environment = describe_environment()
         first_step, before = self.state.curve[0]
         if first_step == 0:
             metrics["loss before training"] = before[first]["loss"]
@@ -403,6 +405,8 @@ class Trainer:
             execution={
                 **{name: getattr(self.settings.engine, name) for name in EXECUTION_OPTIONS},
                 "processes": self.fabric.world_size,
+                "device": environment["device"],
+                "operations": environment["operations"],
             },
         )
 
@@ -437,9 +441,8 @@ class Trainer:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop."""
-        stop = torch.tensor(float(self._signals.ask_to_stop), device=self.fabric.device)
-        share: Any = self.fabric.all_reduce(stop)
-        return share.item() > 0
+        _, is_asked = self._all_reduce_loss_and_stop(torch.zeros((), device=self.fabric.device))
+        return is_asked
 
     def _all_reduce_loss_and_stop(self, loss: Tensor) -> tuple[float, bool]:
         """The mean loss of all ranks, and whether any of them was asked to stop."""
