@@ -38,12 +38,11 @@ class use_kernels:
 
     def __init__(self, enabled: bool | None = True):
         check_option_type("enabled", enabled, bool | None)
+        has_triton = find_spec("triton") is not None
         if enabled is None:
-            enabled = (
-                os.environ.get("CROSSLAYER_KERNELS") == "1" and find_spec("triton") is not None
-            )
+            enabled = os.environ.get("CROSSLAYER_KERNELS") == "1" and has_triton
         if enabled:
-            if find_spec("triton") is None:
+            if not has_triton:
                 raise ModuleNotFoundError(
                     "triton is not installed; pip install -e '.[kernels]'", name="triton"
                 )

@@ -33,7 +33,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class NormSpec(NamedTuple):
-    """An RMSNorm, or a LayerNorm where `centred`, for a kernel to fuse into the op before it."""
+    """An RMSNorm, or a LayerNorm where `centred`, as its weights. Kernels fuse it into an op."""
 
     weight: Tensor  # [D]
     bias: Tensor | None  # [D]

@@ -35,7 +35,7 @@ class Streams(NamedTuple):
 
 
 def set_read_logits(logits: Tensor, site: Site) -> None:
-    """Let those of pre [n] in mHC and mHC-lite be 1 at the stream of a site, and -1 elsewhere."""
+    """Set the logits of pre [n] in mHC and mHC-lite: 1 at the stream of a site, −1 elsewhere."""
     logits.fill_(-1)
     logits[site.index % len(logits)] = 1
 

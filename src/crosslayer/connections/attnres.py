@@ -15,8 +15,8 @@ State: the sources.
 Learned parameters: 2D per sub-layer except the first, and 2D for the readout.
 Names: query is w, key_norm g.
 Traffic of a sub-layer after the first with m sources (m = k for full attention): (m + 1)D elements
-per token, (3m + 1)D backward; 2D more forward where y joins the sum of a block that has begun. Of
-the readout: (2m + 1)D backward, and D more forward.
+per token, (3m + 1)D backward; 2D more forward where y joins the sum of a block that has begun. The
+readout moves (2m + 1)D backward, and D more forward where y joins such a sum.
 
 The paper reads the completed blocks once for all queries of a block. Here every site reads them
 again: the first site of a block would need the queries of the later sites, but a site has only its

@@ -208,11 +208,11 @@ def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., N
     def connecting_post_init(self: Any) -> None:
         _restore_model_type(self.config)
         # The base model owns the layers and is built first. The models around it find it connected.
-        is_connected = bool(getattr(self.config, "crosslayer", None)) and self.base_model is self
-        if is_connected:
+        owns_connection = bool(getattr(self.config, "crosslayer", None)) and self.base_model is self
+        if owns_connection:
             rebuild_connections(self, vars(self.config))
         post_init(self)
-        if is_connected:
+        if owns_connection:
             keep_parameters_apart(self)  # The models around it add what it says to their own plans.
 
     return connecting_post_init

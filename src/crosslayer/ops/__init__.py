@@ -1,7 +1,6 @@
 """The tensor functions that the methods share. Their torch references here are the definition."""
 
 from .attention import depth_attention, depth_scores
-from .dispatch import uses_kernel
 from .gate import gate_pool, gate_streams
 from .hyper import CoefficientMap, dynamic_coefficients, hyper_connection
 from .mix import depth_mix
@@ -29,7 +28,6 @@ __all__ = [
     "project_tall",
     "single_pass_connection",
     "sinkhorn",
-    "uses_kernel",
     "width_connection",
     "write_norm_project",
 ]

@@ -44,7 +44,7 @@ def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
 
 def _score(x: Tensor, q: Tensor, eps: float) -> Tensor:
     """⟨q, RMS(x)⟩. Autograd keeps x alone for it, not RMS(x), and its second derivative is finite
-    where x is zero, as that of `rstd` is not.
+    where x is zero, as that of `inverse_rms` is not.
     """
     return x @ q * torch.rsqrt(x.square().mean(-1) + eps)
 
@@ -118,7 +118,7 @@ def score_sources(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def _project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
-    """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
+    """z_s = r ⟨Q_s, x⟩, r = inverse_rms(x).  x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
     return project_manual_grad(upcast_to_float32(x), Q.mT) * r[..., None]
 
 
@@ -130,7 +130,7 @@ def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: T
     Args:
         x: [B T D].
         Q: [S D].
-        r: x's `rstd`, [B T].
+        r: inverse_rms(x), [B T].
         z: the result of `_project_rms`, [B T S].
         dz: its gradient, [B T S].
         dx: [B T D].

@@ -15,7 +15,7 @@ from .products import row_dot
 
 
 def gate_streams(S: tuple[Tensor, ...], y: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """s_i + beta_i · (y − s_i), interpolated in beta's dtype.
+    """s_i + beta_i · (y − s_i), interpolated in float32 or wider.
 
     Moves (2n + 1)·D elements a token.
 
