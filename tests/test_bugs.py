@@ -238,6 +238,40 @@ def mhc_draws_its_layer_index(patch):
     patch.setattr(MHC, "reset_parameters", reset_parameters)
 
 
+@bug(law=lambda: laws.test_reads_compute_the_same_without_gradients("prenorm", False))
+def a_read_without_gradients_writes_into_its_state(patch):
+    right = Connection.read
+
+    def read(self, state):
+        result = right(self, state)
+        if state.y is not None and not torch.is_grad_enabled():
+            state.y.zero_()
+        return result
+
+    patch.setattr(Connection, "read", read)
+
+
+@bug(law=lambda: laws.test_frozen_weights_pass_gradients_on("hyper", False))
+def frozen_weights_stop_gradients(patch):
+    right = Connection.write
+
+    def write(self, state, y):
+        is_trained = any(p.requires_grad for p in self.parameters())
+        return right(self, state, y if is_trained else y.detach())
+
+    patch.setattr(Connection, "write", write)
+
+
+@bug(law=lambda: laws.test_strides_do_not_matter("prenorm", False))
+def a_write_ignores_strides(patch):
+    right = Connection.write
+
+    def write(self, state, y):
+        return right(self, state, y.as_strided(y.shape, torch.empty(y.shape).stride()))
+
+    patch.setattr(Connection, "write", write)
+
+
 class Converged(torch.autograd.Function):
     """Sinkhorn with the gradient of an exactly doubly stochastic matrix, which it never gives."""
 

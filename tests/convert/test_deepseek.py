@@ -132,6 +132,16 @@ def test_tensors_that_do_not_fit():
     for fn in (randn(24, 4 * D - 1), randn(24, 4, D)):
         with pytest.raises(ValueError, match=r"'layers.2.hc_ffn_fn' has the shape .*, expected"):
             deepseek.load_connections(mhc_tensors() | {"layers.2.hc_ffn_fn": fn})
+    for name, tensor in (
+        ("layers.1.hc_attn_base", randn(5)),
+        ("layers.1.hc_ffn_scale", randn(7)),
+        ("layers.1.hc_ffn_fn", randn(24, 8 * D)),
+        ("hc_head_fn", randn(4, D)),
+    ):
+        with pytest.raises(ValueError, match=f"'{name}' has the shape .*, expected"):
+            deepseek.load_connections(mhc_tensors() | {name: tensor})
+    with pytest.raises(ValueError, match=r"of 2 models, which have 'ema\.layers\.0\.hc_attn_fn'"):
+        deepseek.load_connections(mhc_tensors(prefix="ema.") | mhc_tensors(prefix="model."))
     theirs = mhc_tensors()
     del theirs["layers.1.hc_ffn_base"]
     with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.1\.hc_ffn_base'"):

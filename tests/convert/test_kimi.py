@@ -72,6 +72,11 @@ def serving_loop(theirs, prefix, block, x, eps):
 
 
 def test_tensors_that_do_not_fit():
+    for tensor in (randn(D), randn(3, D)):
+        with pytest.raises(ValueError, match=r"mlp_res_proj.weight' has the shape .*, expected"):
+            kimi.load_connections(kimi_tensors() | {"layers.1.mlp_res_proj.weight": tensor}, 1)
+    with pytest.raises(ValueError, match=r"the tensors are of 2 models, which have 'ema\."):
+        kimi.load_connections(kimi_tensors("ema.") | kimi_tensors("model."), 1)
     for name in ("layers.2.self_attention_res_norm.weight", "layers.2.mlp_res_proj.weight"):
         theirs = kimi_tensors()
         del theirs[name]

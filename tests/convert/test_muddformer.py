@@ -226,6 +226,19 @@ def test_as_a_transformers_folder(checkpoint, case, rope, tmp_path):
     assert torch.equal(load_published(tmp_path / "back", rope)(ids).logits, model(ids).logits)
 
 
+def test_trained_connections_are_not_rounded(checkpoint, tmp_path):
+    """Connections of a bfloat16 model are float32: what training gave them is saved."""
+    model = load_published(checkpoint(CASES["plain"][0]), dtype="bfloat16")
+    with torch.no_grad():
+        for site in sites(model):
+            for parameter in site.parameters(False):
+                parameter.add_(1e-3)
+    save_published(model, tmp_path / "back")
+    again = load_published(tmp_path / "back")
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in again.state_dict().items())
+
+
 def test_defaults_of_the_config_class(checkpoint):
     """The defaults are those of the reference's config class: the sizes of MUDDFormer-2.8B."""
     whole = complete_config({}, LAYOUT)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -421,6 +421,13 @@ class TestBadFolders:
         (folder / "model.safetensors").unlink()
         torch.save(tensors, folder / "pytorch_model.bin")
         self.refuses(folder, "is a pickle, which can run code and is never loaded")
+
+    def test_a_tensor_in_two_shards(self, folder):
+        (folder / "model.safetensors").unlink()
+        connected("llama", "mudd").save_pretrained(folder, max_shard_size="20KB")
+        first, *_, last = sorted(folder.glob("*.safetensors"))
+        save_file(load_file(last) | load_file(first), last, {"format": "pt"})
+        self.refuses(folder, "is in model-00001-of-.*, too")
 
     def test_a_missing_shard(self, folder):
         (folder / "model.safetensors").unlink()

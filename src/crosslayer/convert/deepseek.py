@@ -22,9 +22,12 @@ from .rows import (
     ConnectionParameters,
     TensorRow,
     check_names,
+    check_one_model,
+    check_shapes,
     convert_tensors,
     count_layers,
     join_sites,
+    read_shapes,
     reverse_rows,
     rows_of_modules,
     short_spec,
@@ -83,8 +86,8 @@ def load_connections(
         spec: what they belong to, an mhc.
 
     Raises:
-        ValueError: a tensor is missing, or the spec has another head, number of streams or
-            residual.
+        ValueError: a tensor is missing or of another shape, the spec has another head, number of
+            streams or residual, or the tensors are of two models.
     """
     spec = make(spec)
     n, fn_rows, has_head = _mhc_shape(spec)
@@ -108,6 +111,7 @@ def load_connections(
             )
     check_names(expected, given)
     fn_names = [row.source for row in rows if row.target.endswith(".fn")]
+    width = given[fn_names[0]].shape[-1]
     for name in fn_names[: 2 * layers]:  # the head's has another shape
         fn = given[name]
         if fn.ndim != 2 or len(fn) != fn_rows or fn.shape[1] % n:
@@ -115,6 +119,7 @@ def load_connections(
                 f"{name!r} has the shape {tuple(fn.shape)}, "
                 f"expected ({fn_rows}, {n}·D) for {str(spec)!r}"
             )
+    check_shapes(_expected_shapes(rows, layers, n, fn_rows, width), read_shapes(given))
     sites = split_sites(convert_tensors(rows, given), 2 * layers + 1)
     return ConnectionParameters(spec, sites, {})
 
@@ -150,6 +155,19 @@ def _mhc_rows(names: _SiteNames, layers: int, has_head: bool, prefix: str) -> li
     return rows_of_modules(_ROWS, prefixes)
 
 
+def _expected_shapes(
+    rows: list[TensorRow], layers: int, n: int, fn_rows: int, width: int
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor. width: nD."""
+    of_site = {"fn": (fn_rows, width), "base": (fn_rows,), "scale": (3 if fn_rows > 2 * n else 2,)}
+    of_head = {"fn": (n, width), "base": (n,), "scale": (1,)}
+    shapes = {}
+    for row in rows:
+        site, parameter = row.target.split(".")
+        shapes[row.source] = (of_head if int(site) == 2 * layers else of_site)[parameter]
+    return shapes
+
+
 def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
     """The streams n of an mhc, the rows of its fn, and whether it has a head."""
     if spec.name != "mhc":
@@ -167,13 +185,17 @@ def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
 def _find_names(tensors: Mapping[str, Tensor]) -> tuple[_SiteNames, str]:
     """The names that the tensors have, and the prefix before `layers`."""
     first_names = []
+    found = {}
     for names in _NAMES.values():
         first_name = names.attention.format(l=0) + "fn"
         first_names.append(repr(first_name))
         for name in tensors:
             if name == first_name or name.endswith("." + first_name):
-                return names, name.removesuffix(first_name)
-    raise ValueError(f"no mHC tensors; expected {' or '.join(first_names)}")
+                found[name] = (names, name.removesuffix(first_name))
+    if not found:
+        raise ValueError(f"no mHC tensors; expected {' or '.join(first_names)}")
+    check_one_model(found)
+    return next(iter(found.values()))
 
 
 def _count_layers(tensors: Mapping[str, Tensor], prefix: str) -> int:

@@ -20,10 +20,14 @@ from .rows import (
     DROP_FIRST_AXIS,
     ConnectionParameters,
     TensorRow,
+    check_names,
+    check_one_model,
+    check_shapes,
     convert_tensors,
     count_layers,
     join_sites,
     prefix_rows,
+    read_shapes,
     reverse_rows,
     rows_of_modules,
     short_spec,
@@ -51,18 +55,24 @@ def load_connections(
             value gives another read-out.
 
     Raises:
-        ValueError: a tensor is missing.
+        ValueError: a tensor is missing or of another shape, or the tensors are of two models.
     """
     check_positive(attn_res_block_size=attn_res_block_size)
     pattern = re.compile(r"(.*\.)?layers\.(\d+)\.(?:self_attention|mlp)_res_(?:proj|norm)\.weight")
     matches = [match for match in map(pattern.fullmatch, tensors) if match]
     if not matches:
         raise ValueError("no attention-residual tensors; expected 'layers.0.mlp_res_proj.weight'")
-    prefix = matches[0][1] or ""
-    layers = count_layers(match[2] for match in matches if (match[1] or "") == prefix)
+    prefixes = {match[1] or "" for match in matches}
+    check_one_model({f"{prefix}layers.0.mlp_res_proj.weight" for prefix in prefixes})
+    (prefix,) = prefixes
+    layers = count_layers(match[2] for match in matches)
     rows = _pool_rows(layers, prefix)
     names = {row.source for row in rows}
     of_pools = {name: tensor for name, tensor in tensors.items() if name in names}
+    check_names(names, of_pools)
+    dim = of_pools[prefix + _READOUT_POOL + "_norm.weight"].numel()
+    expected = {name: (dim,) if name.endswith("_norm.weight") else (1, dim) for name in names}
+    check_shapes(expected, read_shapes(of_pools))
     sites = split_sites(convert_tensors(rows, of_pools), 2 * layers + 1)
     unused = {}
     for row in prefix_rows(_POOL, _ATTENTION_POOL.format(l=0), ""):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..files import read_json
@@ -36,7 +37,7 @@ def load_published(
         rope: the dtype that RoPE's cos and sin are rounded to: "exact" (also None), "bfloat16" as
             in MUDDFormer's reference, or "float16" as in MUDDPythia's. The model's config keeps it.
         dtype: of the backbone; None is the dtype of the embedding in the file. Connection
-            parameters are float32.
+            parameters are float32, or float64 in a float64 model.
 
     Raises:
         ValueError: the layout is unknown, or config.json or the weights are damaged or incomplete.
@@ -80,10 +81,10 @@ def load_published(
 
 def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     """The inverse of `load_published`: config.json and model.safetensors, in the dtype of the
-    backbone.
+    backbone. Parameters of connections that it would round are saved in float32.
 
-    Bitwise the same as what `load_published` read, without the idle dense parameters of a
-    checkpoint with dense=False. The layout does not say how RoPE's table is rounded.
+    What `load_published` read keeps its values, without the idle dense parameters of a checkpoint
+    with dense=False. The layout does not say how RoPE's table is rounded.
 
     Args:
         model: a Llama, Qwen3 or GPT-NeoX connected with "mudd" or "prenorm".
@@ -120,7 +121,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {n: t.to("cpu", model.dtype).contiguous() for n, t in tensors.items()},
+        {n: _narrow_exactly(t, model.dtype).contiguous() for n, t in tensors.items()},
         folder / WEIGHTS_FILE,
         {"format": "pt"},
     )
@@ -131,6 +132,13 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     }
     content = json.dumps(header | published_config, indent=2)
     (folder / CONFIG_FILE).write_text(content + "\n")
+
+
+def _narrow_exactly(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in a dtype, on the CPU; as it is where the dtype would round it."""
+    tensor = tensor.cpu()
+    narrow = tensor.to(dtype)
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
 
 
 def is_published(folder: Path) -> bool:

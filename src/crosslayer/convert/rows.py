@@ -5,7 +5,7 @@ separated by spaces, where it splits what the other side fuses. The row's change
 tensors differ, in both directions. Names are templates: `expand_rows` fills in `{l}`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,15 @@ def select_modules(tensors: Mapping[str, Tensor], prefixes: Sequence[str]) -> di
     if not prefixes:
         raise ValueError("expected the prefixes of the modules, got none")
     return {name: t for name, t in tensors.items() if name.startswith(tuple(prefixes))}
+
+
+def check_one_model(first_names: Collection[str]) -> None:
+    """Raise a ValueError where tensors have the first name of several models, like a draft's."""
+    if len(first_names) > 1:
+        raise ValueError(
+            f"the tensors are of {len(first_names)} models, which have "
+            f"{' and '.join(map(repr, sorted(first_names)))}; pass those of one"
+        )
 
 
 def count_layers(numbers: Iterable[str]) -> int:

@@ -1,7 +1,7 @@
 """The weights in a folder: safetensors files, single or sharded. No pickle is ever loaded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,13 @@ def is_connection_key(key: str) -> bool:
 
 
 def check_weights(folder: Path, variant: str | None) -> None:
-    """Raise a ValueError where the folder's weights are not complete safetensors files."""
+    """Raise a ValueError where the folder's weights are not complete safetensors files, or where
+    two of them have one tensor, of which the loader would take either.
+    """
+    file_of: dict[str, Path] = {}
     for path in _weight_files(folder, variant):
-        with _open_safetensors(path):
-            pass
+        with _open_safetensors(path) as file:
+            _note_names(file.keys(), path, file_of)
 
 
 def read_tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -51,15 +54,14 @@ def read_tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     file_of: dict[str, Path] = {}
     for path in _weight_files(folder):
         with _open_safetensors(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if name in file_of:
-                    raise ValueError(f"{path}: {name!r} is in {file_of[name].name}, too")
+            names = file.keys()
+            _note_names(names, path, file_of)
+            for name in names:
                 header = file.get_slice(name)
                 dtype = header.get_dtype()
                 if dtype not in _FLOAT_DTYPES:
                     known = ", ".join(_FLOAT_DTYPES)
                     raise ValueError(f"{path}: {name!r} is {dtype}, expected one of {known}")
-                file_of[name] = path
                 shapes[name] = tuple(header.get_shape())
     index = _find_index(folder)
     if index is not None:
@@ -96,6 +98,14 @@ def read_host_dtype(folder: Path, variant: str | None) -> torch.dtype | None:
                 if dtype is not None and not is_connection_key(key):
                     return dtype
     return None
+
+
+def _note_names(names: Iterable[str], path: Path, file_of: dict[str, Path]) -> None:
+    """Note the file of each tensor; raise a ValueError for one that another file has."""
+    for name in names:
+        if name in file_of:
+            raise ValueError(f"{path}: {name!r} is in {file_of[name].name}, too")
+        file_of[name] = path
 
 
 def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:

@@ -81,5 +81,7 @@ def test_memory_traffic_is_what_read_moves(spec, parallel):
             f"memory_traffic() is {site.memory_traffic()} at site {k}, but `read` moves between "
             f"{least} and {most}"
         )
+        traffic = site.memory_traffic()
+        assert traffic / 2 <= site.backward_memory_traffic() <= 3 * traffic, f"backward at site {k}"
         if k < len(sites) - 1:
             state = site.write(state_after, sublayer_output(k, inputs).detach())

@@ -32,6 +32,9 @@ def test_every_token_is_alone(spec, parallel):
     # nor does a token see another sequence
     of_one_token = run_connections(sites, x.reshape(12, 1, 6))
     torch.testing.assert_close(out, of_one_token.view_as(out), rtol=0, atol=1e-12)
+    # decoding reads one token of one sequence
+    first = run_connections(sites, x[:1, :1])
+    torch.testing.assert_close(out[:1, :1], first, rtol=0, atol=1e-12)
 
 
 @every_method
@@ -77,6 +80,61 @@ def test_training_and_evaluation_compute_the_same(spec, parallel):
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     outputs = [run_connections([site.train(mode) for site in sites], x) for mode in (True, False)]
     assert torch.equal(*outputs)
+
+
+@every_option
+def test_reads_compute_the_same_without_gradients(spec, parallel):
+    """Evaluation and generation run under `no_grad` or in inference mode. A read changes no tensor
+    of its state, which the caller may read again.
+    """
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    expected = run_connections(sites, x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            state = sites[0].init(x.clone())
+            for k, site in enumerate(sites):
+                before = [leaf.clone() for leaf in tree_leaves(state) if leaf is not None]
+                inputs, state_after = site.read(state)
+                after = [leaf for leaf in tree_leaves(state) if leaf is not None]
+                assert all(map(torch.equal, before, after)), f"site {k} changes its state in place"
+                if not site.is_readout:
+                    state = site.write(state_after, sublayer_output(k, inputs))
+            torch.testing.assert_close(inputs[0], expected, rtol=0, atol=1e-12)
+
+
+@every_option
+def test_frozen_weights_pass_gradients_on(spec, parallel):
+    """As when other parts of a model are trained, like an adapter below its layers."""
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    results = []
+    for trained in (True, False):
+        for site in sites:
+            site.requires_grad_(trained)
+        out = run_connections(sites, x)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@every_option
+def test_strides_do_not_matter(spec, parallel):
+    """The embedding and outputs may be views, as of [T B D] or of a larger tensor."""
+
+    def strided(x: Tensor) -> Tensor:
+        wide = x.new_full((x.shape[1], x.shape[0], x.shape[2] + 1), float("nan"))
+        view = wide.transpose(0, 1)[..., :-1]
+        return view.copy_(x)
+
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    state = sites[0].init(strided(x))
+    for k, site in enumerate(sites[:-1]):
+        inputs, state = site.read(state)
+        state = site.write(state, strided(sublayer_output(k, inputs)))
+    out = sites[-1].readout(state)
+    torch.testing.assert_close(out, run_connections(sites, x), rtol=0, atol=1e-12)
 
 
 @every_variant
