@@ -82,7 +82,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: `folder` is a file, not empty, has no name or is where a disk is mounted, or
-            another process is making it.
+            another process is making it; or the folder for unfinished work has other content.
     """
     check_no_file(folder)
     if not folder.name:
@@ -92,6 +92,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise ValueError(f"{folder}: a disk is mounted there, so name a new folder in it")
     folder = Path(os.path.realpath(folder))  # a link stays one
     work = folder.with_name(folder.name + UNFINISHED_SUFFIX)
+    if work.is_dir() and not (work / LOCK_FILE).exists() and any(work.iterdir()):
+        raise ValueError(f"{work}: is no unfinished folder, so it is not removed; rename it")
     with lock_folder(work):
         # `work` is renamed, or removed, with its lock file. A process that opened the file just
         # before then fails, because its folder is gone. Two could hold the lock only if a third

@@ -14,6 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from crosslayer.data.readers import list_text_files
 from crosslayer.data.sources import (
     HELD_OUT,
     TRAIN_SET,
@@ -390,3 +391,11 @@ def test_the_kind_of_a_url_is_before_its_query(url, builder, unit, monkeypatch):
     assert texts(url) == ["a"]
     ((name, options),) = calls
     assert (name, options.get("sample_by")) == (builder, unit)
+
+
+def test_hidden_files_and_compressed_parquet_files_are_left_out(tmp_path):
+    """Editors and notebooks keep copies in hidden folders, of which one might be held out."""
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".b.txt", "c.parquet.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert [name for _, name in list_text_files(tmp_path)] == ["a.txt"]

@@ -272,7 +272,7 @@ def test_eval_reads_what_train_ends_with(family, tokenizer, tmp_path, capsys):
         tokenizer = write_tokenizer(tmp_path / "tokenizer", "<stop>", config)
     text, valid = tmp_path / "text.txt", tmp_path / "valid.jsonl"
     text.write_text("".join(f"{i}: a dog and a fox, {i * i} “naïve” dogs.\n" for i in range(60)))
-    write_lines(valid, [{"text": f"{i} foxes saw {i * i} dogs."} for i in range(30)])
+    write_lines(valid, [{"text": f"{i} foxes saw {i * i} dogs, Ā."} for i in range(30)])
     sizes = [
         "--layers",
         "2",
@@ -305,5 +305,5 @@ def test_eval_reads_what_train_ends_with(family, tokenizer, tmp_path, capsys):
     assert same["tokens"] == 24 * 16 < of_all["tokens"]
     assert of_all["loss"] != same["loss"]
     if tokenizer == "bytes":  # with a separator between two documents
-        stream = sum(len(f"{i} foxes saw {i * i} dogs.") for i in range(30)) + 29
+        stream = sum(len(f"{i} foxes saw {i * i} dogs, Ā.".encode()) for i in range(30)) + 29
         assert of_all["tokens"] == stream // 17 * 16

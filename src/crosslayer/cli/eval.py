@@ -103,6 +103,8 @@ def _check_options(options: Any, results_file: Path | None) -> None:
     """Raise a ValueError for options that cannot be used, or used together."""
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
+    if options.documents == "apart" and not options.text:
+        raise ValueError("--documents is for --text; leave it out")
     if options.windows is not None:
         if not options.text:
             raise ValueError("--windows is for --text; leave it out")

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ..data.tokenizing import (
+    BYTE_END,
     BYTE_TOKENIZER,
     SEPARATOR_TOKENS,
     SPECIAL_TOKENS_FILE,
@@ -137,7 +138,8 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     path = Path(source)
     if str(source) == BYTE_TOKENIZER and not path.exists():
         return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizers.Tokenizer.from_str(byte_tokenizer_json())
+            tokenizer_object=tokenizers.Tokenizer.from_str(byte_tokenizer_json()),
+            eos_token=BYTE_END,
         )
     if path.is_file():
         file = path

@@ -92,7 +92,7 @@ def load_corpus(
     parsed = TextSource.parse(source)
     if parsed.kind == "prepared":
         streams, loaded = _open_with_sets(parsed.path, tokenizer, valid or {})
-        names = list(streams)
+        names = [*streams, *(name for name in valid or {} if name not in streams)]
     else:
         loaded = load_tokenizer(tokenizer or BYTE_TOKENIZER, lambda: training_texts(sets))
         streams = encode_in_memory(read_sets(sets, loaded), loaded)

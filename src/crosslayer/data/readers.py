@@ -64,14 +64,25 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, ["stdlib", *siblings])
         raise ValueError(f"{path}: no such file or folder{hint}")
-    files = [f for f in list_files(path) if _suffix(f) in _SUFFIXES and f.is_file()]
-    files = [file for file in files if file.suffix.lower() != ".json"]  # settings, as a rule
+    files = [file for file in list_files(path) if _is_text_file(file.relative_to(path))]
+    files = [file for file in files if file.is_file()]
     if not files:
         raise ValueError(
             f"{path}: no text file in it (looked for {', '.join(_SUFFIXES)}, also compressed as "
             f"{' or '.join(_COMPRESSIONS)}); files of token ids are named by a pattern like *.bin"
         )
     return [(file, file.relative_to(path).as_posix()) for file in files]
+
+
+def _is_text_file(file: Path) -> bool:
+    """Whether a file of a folder is one of texts, by its path in the folder."""
+    if any(part.startswith(".") for part in file.parts):  # a copy by an editor or a notebook
+        return False
+    if file.suffix.lower() == ".json":  # settings, as a rule
+        return False
+    suffix = _suffix(file)
+    is_compressed = file.suffix.lower() in _COMPRESSIONS
+    return suffix in _SUFFIXES and not (is_compressed and suffix == ".parquet")
 
 
 def read_file(file: Path, name: str) -> Iterator[Document]:

@@ -97,7 +97,7 @@ def read_documents(place: str) -> Iterator[Document]:
 
     A text file is one document. A line of a .jsonl or .json file is a string or an object with a
     field "text". A .parquet file or a dataset has a column "text". Files may end in .gz or .zst. In
-    a folder, .json files that are not compressed are skipped.
+    a folder, hidden files and folders are skipped, and .json files that are not compressed.
 
     Args:
         place: as at the top of this file.

@@ -98,7 +98,12 @@ def check_token_files(place: str) -> None:
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:
     """The pieces as one array. A single piece is not copied."""
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if len(pieces) == 1:
+        return pieces[0]
+    dtype = np.result_type(*pieces)
+    if dtype.kind == "f":  # of uint64 and int64, whose ids fit in both
+        dtype = np.dtype(np.int64)
+    return np.concatenate(pieces, dtype=dtype, casting="unsafe")
 
 
 def _open_ids(file: Path, tokenizer: Tokenizer) -> np.ndarray:

@@ -22,6 +22,7 @@ BYTE_TOKENIZER = "bytes"  # the name of the tokenizer whose token i is byte i
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # beside an older tokenizer_config.json
+BYTE_END = "\0"  # the token of byte 0, which separates documents of bytes
 END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no file names an eos_token: the first of these that is known
 SEPARATOR_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -248,7 +249,11 @@ def byte_tokenizer_json() -> str:
     for byte in range(256):
         character = chr(byte) if chr(byte) in printable else next(substitutes)
         vocabulary[character] = byte
+    # An end token is looked for in the text itself. Byte 0's substitute is a letter, so it is not
+    # the token's name: the letter would be read as byte 0.
+    vocabulary = {BYTE_END if byte == 0 else c: byte for c, byte in vocabulary.items()}
     model = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    model.add_special_tokens([BYTE_END])
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     return model.to_str()
