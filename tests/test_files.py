@@ -137,9 +137,9 @@ def test_all_files_of_a_folder_are_on_disk_before_it_is_renamed(tmp_path, monkey
 def test_a_new_folder_has_nothing_of_a_process_that_was_killed(tmp_path):
     (tmp_path / "out.part" / "old").mkdir(parents=True)
     (tmp_path / "out.part" / "old.txt").touch()
-    with pytest.raises(ValueError, match="out.part: is no unfinished folder"):
-        with new_folder(tmp_path / "out"):
-            pytest.fail("a user's folder would be emptied")
+    refused = pytest.raises(ValueError, match=r"out\.part: is no unfinished folder")
+    with refused, new_folder(tmp_path / "out"):
+        pytest.fail("a user's folder would be emptied")
     assert (tmp_path / "out.part" / "old.txt").exists()
     (tmp_path / "out.part" / LOCK_FILE).touch()
     with new_folder(tmp_path / "out") as work:
