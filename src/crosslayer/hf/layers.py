@@ -47,8 +47,11 @@ from .qkv import QKVInputs
 
 # What `connect` sets on a layer.
 LAYER_ATTRIBUTES = (
-    *("connections", "wiring", "opened_paths"),
-    *("argument_names", "takes_any_keyword"),
+    "connections",
+    "wiring",
+    "opened_paths",
+    "argument_names",
+    "takes_any_keyword",
 )
 _RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
 

@@ -174,9 +174,12 @@ def _attributes(shadow: nn.Module) -> dict[str, Any]:
 
 
 def _items(value: Any) -> list[int]:
-    """The identities of what a list, a set or a dict has."""
-    items = value.values() if isinstance(value, dict) else value
-    return list(map(id, items)) if isinstance(value, dict | list | set) else []
+    """The identities of what a list, a set or a dict has; none of anything else."""
+    if isinstance(value, dict):
+        return [id(item) for item in value.values()]
+    if isinstance(value, list | set):
+        return [id(item) for item in value]
+    return []
 
 
 def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -23,8 +23,7 @@ from .recorder import LayerTrace, record_run, same_sum
 from .shadow import ShadowValues
 from .shadow_runs import SeveralStreamsError
 
-# What a layer does depends neither on lengths nor on sizes or signs. OPT flattens its sequences, so
-# there is one.
+# What a layer does depends neither on the number and length of sequences nor on sizes or signs.
 _OTHER_VALUES = (ShadowValues((2, 5), 1e3, 0.01), ShadowValues((3, 5), 1e3, -100.0))
 _OF_ONE_TOKEN = ShadowValues((1, 1), 1.0, -100.0)
 
