@@ -541,8 +541,10 @@ def test_options_of_a_class():
         crosslayer.register_connection(f"takes_{option}", method)
         with pytest.raises(TypeError, match=f"option '{option}' has a name that every connection"):
             crosslayer.make(f"takes_{option}")
-    with pytest.raises(ValueError, match=r'register_connection\("needsrank", NeedsRank\)'):
+    with pytest.raises(ValueError, match="got the class NeedsRank; it is called 'ranked'"):
         crosslayer.make(NeedsRank)
+    with pytest.raises(ValueError, match=r'register_connection\("mine", Mine\)'):
+        crosslayer.make(type("Mine", (NeedsRank,), {}))
 
 
 @pytest.mark.usefixtures("no_registered_method")
