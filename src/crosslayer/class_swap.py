@@ -42,13 +42,13 @@ def swapped_class(mixin: type, original: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__reduce_ex__": reduce,
         "original": original,
-        "mixin_before_original": mixin,
     }
     cls: Any = type(original.__name__, (mixin, original), members)
     try:
         original.__new__(original).__class__ = cls
     except TypeError:  # A class whose first base is no module, as optimum-quanto's are.
         cls = _subclass_before(mixin, original, members)
+    cls.mixin_before_original = mixin  # at last, as the class that did not fit is found as well
     return cls
 
 

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.class_swap import swap_class
 from crosslayer.connection import PRENORM_FUNCTIONS
 from crosslayer.hf.config import make_config, make_language_model
 from crosslayer.testing.tiny_model import TESTED_SPECS, equal_tensors, perturb_weights
@@ -726,3 +727,21 @@ def test_parameters_do_not_depend_on_torchs_default_dtype(spec):
         torch.set_default_dtype(torch.float32)
     assert dtypes == {torch.float32}
     torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
+
+
+def test_modules_whose_first_base_is_no_module():
+    """As optimum-quanto's are. Python cannot give them a class with another first base."""
+
+    class Quantised:
+        pass
+
+    class QuantisedLinear(Quantised, torch.nn.Linear):
+        pass
+
+    class Mixin:
+        pass
+
+    modules = [QuantisedLinear(2, 2) for _ in range(2)]
+    for module in modules:
+        swap_class(module, Mixin)
+    assert isinstance(modules[0], Mixin) and type(modules[0]) is type(modules[1])
