@@ -733,7 +733,7 @@ def test_modules_whose_first_base_is_no_module():
     """As optimum-quanto's are. Python cannot give them a class with another first base."""
 
     class Quantised:
-        pass
+        __slots__ = ()
 
     class QuantisedLinear(Quantised, torch.nn.Linear):
         pass
