@@ -34,10 +34,9 @@ __all__ = [
     "use_kernels",
 ]
 
-use_kernels(None)
-
-
 _SUBPACKAGES = ("convert", "cost", "data", "evaluate", "hf", "inspect", "train")
+
+use_kernels(None)
 
 
 def __dir__() -> list[str]:

@@ -135,7 +135,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 def _narrow_exactly(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in a dtype, on the CPU; as it is where the dtype would round it."""
+    """A tensor on the CPU, converted to a dtype, or unchanged where conversion would round it."""
     tensor = tensor.cpu()
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor

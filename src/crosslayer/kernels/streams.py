@@ -58,8 +58,10 @@ def width_connection(
 def supports_streams_and_dtype(
     H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
 ) -> bool:
-    """Whether the kernel takes these inputs. It rounds x before a norm that it cannot fuse, and in
-    float16 a sum of streams may overflow.
+    """Whether the kernel takes these inputs.
+
+    Not more than `MOST_STREAMS` streams. And it rounds x before a norm that it cannot fuse, where a
+    sum of float16 streams may overflow.
     """
     n, D = H.shape[-2:]
     can_norm = norm is None or _fuses_norm(n, D) or H.dtype != torch.float16
