@@ -50,6 +50,8 @@ def main(text: str, folder: Path) -> None:
     errors["log"] = error_of(train_arm, settings, arm, 0, examples, LANGUAGE_TASK, folder / "log")
     other = dataclasses.replace(examples, digest="ab"[rank])
     errors["data"] = error_of(train_arm, settings, arm, 0, other, LANGUAGE_TASK)
+    saving = Settings.from_options(**settings.to_options() | {"save_every": 1 + rank})
+    errors["options"] = error_of(train_arm, saving, arm, 0, examples, LANGUAGE_TASK)
     trainer = train_arm(settings, arm, 0, examples, LANGUAGE_TASK)
     if rank == 0:
         trainer.model.save_pretrained = planted

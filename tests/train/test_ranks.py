@@ -107,6 +107,10 @@ def test_an_error_of_one_rank_is_one_of_both(text, tmp_path):
             "rank 1: rank 0 has another run, with data sha256 = 'a'; here it is 'b'; all ranks "
             "need the same data and options"
         )
+        assert of_rank["options"] == (
+            "rank 1: rank 0 has another run, with save_every = 1; here it is 2; all ranks need the "
+            "same data and options"
+        )
     assert not list(tmp_path.rglob("step-*"))
 
 
