@@ -141,8 +141,9 @@ def test_a_norm_with_hooks_runs_as_a_module():
     ],
 )
 def test_the_dtype_that_sublayers_compute_in(matrix, vector, expected):
-    """A wider norm does not say it, nor does a quantised matrix."""
+    """A wider norm does not say it, nor does a quantised matrix, nor an adapter beside it."""
     layer = nn.ModuleDict({"norm": nn.LayerNorm(8, dtype=vector), "linear": nn.Linear(8, 8)})
+    layer.adapter = nn.Linear(8, 2)
     layer.linear.weight = nn.Parameter(torch.zeros(8, 8, dtype=matrix), requires_grad=False)
     assert NormReference(layer, "norm").dtype == expected
 
