@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 _Kind = TypeVar("_Kind", dict[str, Any], object)
 
 LOCK_FILE = ".lock"
-REPLACED_SUFFIX = ".old"  # of a folder until the new one has its name
+REPLACED_SUFFIX = ".replaced"  # of a folder until the new one has its name
 UNFINISHED_SUFFIX = ".part"  # of a file or a folder until it is renamed
 
 

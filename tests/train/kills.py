@@ -99,7 +99,7 @@ class Command:
     def numbers(self, out: Path) -> dict:
         """What a finished command must end with, and that nothing is left over."""
         names = {str(path.relative_to(out.parent)) for path in out.parent.rglob("*")}
-        left = [name for name in names if name.endswith((".part", ".old")) or ".part/" in name]
+        left = [name for name in names if name.endswith((".part", ".replaced")) or ".part/" in name]
         assert not left, left
         if self.name == "prepare":
             assert f"{out.name}/.lock" not in names

@@ -804,7 +804,7 @@ def test_a_signal_within_an_evaluation_stops_at_its_next_batch(text, tmp_path):
         run(settings, "mudd", tmp_path / "run", task=LANGUAGE_TASK._replace(evaluate=evaluate))
     assert asked == 6
     shutil.copytree(tmp_path / "run", tmp_path / "other evaluations")
-    (tmp_path / "run" / "step-00000004").rename(tmp_path / "run" / "step-00000004.old")
+    (tmp_path / "run" / "step-00000004").rename(tmp_path / "run" / "step-00000004.replaced")
     resumed = run(settings, "mudd", tmp_path / "run")
     assert resumed["losses"] == undisturbed["losses"][3:]  # that of the step before is shown again
     assert resumed["weights"] == undisturbed["weights"]
@@ -977,12 +977,12 @@ def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
     settings = {"data": text, "save_every": 3, "log_every": 1, "layers": 1}
     whole = run(settings, "prenorm")
     run(settings, "prenorm", tmp_path / "run", stop=8)
-    for name in ("9.part", "6.old", 8, 2):  # half written, replaced and half deleted
+    for name in ("9.part", "6.replaced", 8, 2):  # half written, replaced and half deleted
         folder = tmp_path / "run" / f"step-0000000{name}"
         folder.mkdir()
         (folder / "__0_0.distcp").touch()
     (tmp_path / "run" / "step-00000006.part").touch()
-    (tmp_path / "run" / "step-best.old").mkdir()  # no name of a checkpoint
+    (tmp_path / "run" / "step-best.replaced").mkdir()  # no name of a checkpoint
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)[:6]
     # a line without its end, and what is no line of a log
@@ -995,7 +995,7 @@ def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
         "run.json",
         "step-00000009",
         "step-00000012",
-        "step-best.old",
+        "step-best.replaced",
     ]
     steps_logged = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert set(steps_logged) == set(range(1, 13))
@@ -1274,8 +1274,10 @@ def test_a_model_takes_the_place_of_a_model_alone(text, tmp_path):
     with pytest.raises(ValueError, match=r"run: has files and is no saved model, .*/run/model"):
         export_trained(trainer, tmp_path / "run")
     assert sorted((tmp_path / "run").rglob("*")) == files
+    (tmp_path / "run" / "model.old").mkdir()  # a copy that someone kept
     for _ in range(2):
         export_trained(trainer, tmp_path / "run" / "model")
+    assert sorted(path.name for path in (tmp_path / "run").glob("model*")) == ["model", "model.old"]
 
 
 def test_a_signal_between_two_runs_stops_the_second():

@@ -23,8 +23,8 @@ def export_trained(trainer: Trainer, folder: Path) -> None:
     """Write the model of a trainer, gathered from all ranks, with its tokenizer.
 
     Where the trainer keeps averaged weights, they are the model's. An older model in `folder` is
-    moved to `folder.old` before the new one takes its place. So one of the two is complete at any
-    moment; after a crash between, rename `folder.old` by hand.
+    moved to `folder.replaced` before the new one takes its place. So one of the two is complete at
+    any moment; after a crash between, rename `folder.replaced` by hand.
 
     Args:
         trainer: of a model of transformers. A pretrained model with its own tokenizer keeps the
