@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 from dataclasses import fields
 
 import pytest
@@ -82,6 +83,12 @@ def test_several_processes_of_a_command_for_one(line, capsys, monkeypatch):
     name = line.partition(" ")[0]
     expected = f"{name} runs in one process; start it without torchrun (WORLD_SIZE is 2)"
     assert error_of(capsys, *line.split()) == f"crosslayer, rank 1: {expected}\n"
+
+
+def test_windows(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    expected = "crosslayer: the command line runs on Linux and macOS; on Windows, use it in WSL\n"
+    assert error_of(capsys, "cost") == expected
 
 
 def test_an_error_of_another_rank(capsys, monkeypatch):

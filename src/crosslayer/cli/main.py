@@ -123,6 +123,8 @@ def _check_processes(command: str) -> None:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
+    if sys.platform == "win32":  # folders cannot be flushed to disk there
+        raise ValueError("the command line runs on Linux and macOS; on Windows, use it in WSL")
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
