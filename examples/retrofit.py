@@ -128,7 +128,7 @@ def run(
 
 def _check_settings(file: Path, settings: Settings, examples: Examples) -> None:
     """Raise a ValueError where a result is of a run with other settings or data."""
-    wanted = settings.identity() | _describe_data(settings, examples)
+    wanted = settings.fixed_options() | _describe_data(settings, examples)
     saved = read_json(file).get("settings", {})
     difference = first_difference(saved, wanted, CHANGEABLE_OPTIONS)
     if difference:

@@ -114,7 +114,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """What its results.json has as settings."""
-        identity = self.recipe.settings().identity()
+        identity = self.recipe.settings().fixed_options()
         plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
 
@@ -304,7 +304,7 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
 
 def _read_results(file: Path) -> ComparisonResults:
     results = read_comparison_results(file)
-    for name, value in Settings.from_options().identity().items():
+    for name, value in Settings.from_options().fixed_options().items():
         if value is None:  # an option that is younger than some results
             results.settings.setdefault(name, None)
     return results

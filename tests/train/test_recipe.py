@@ -128,9 +128,9 @@ def test_every_option_belongs_to_one_part_and_changes_the_identity_or_not():
     plain = Settings.from_options()
     assert (
         set(plain.to_options()) == set(GROUP_OF_OPTION)
-        and set(plain.identity()) == set(GROUP_OF_OPTION) - CHANGEABLE_OPTIONS
+        and set(plain.fixed_options()) == set(GROUP_OF_OPTION) - CHANGEABLE_OPTIONS
     )
-    assert {"lr", "precision", "batch", "tokenizer", "delay"} <= plain.identity().keys()
+    assert {"lr", "precision", "batch", "tokenizer", "delay"} <= plain.fixed_options().keys()
     assert {"strategy", "accumulate", "compile", "save_every", "workers"} <= CHANGEABLE_OPTIONS
     with pytest.raises(ValueError, match=r"unknown option 'step' \(did you mean 'steps'\?\)"):
         Settings.from_options(step=3)

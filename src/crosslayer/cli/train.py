@@ -74,7 +74,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 
     settings = recipe.settings(arm)
     if out is None:
-        folder = default_folder("train", [settings.identity(), arm.connection, seed])
+        folder = default_folder("train", [settings.fixed_options(), arm.connection, seed])
     else:
         folder = Path(out)
     _check_out_folder(folder)

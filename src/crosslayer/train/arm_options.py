@@ -23,7 +23,7 @@ def differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]
 
 def option_values(comparison: Comparison) -> dict[str, list[Any]]:
     """The value of each arm, by the name of the option; None where an arm has no such option."""
-    rows = [comparison.recipe.settings(arm).identity() for arm in comparison.arms]
+    rows = [comparison.recipe.settings(arm).fixed_options() for arm in comparison.arms]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -203,7 +203,7 @@ def prepare_comparison(
         check_outside_data(folder or Path(), recipe.settings(arm).data, recipe.task)
     examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
-    shared = recipe.settings().identity()
+    shared = recipe.settings().fixed_options()
     data = {**first.sizes, DIGEST_KEY: first.digest}
     if folder is None:
         folder = default_folder("compare", {"settings": shared, "data": data})

@@ -23,7 +23,7 @@ def run_identity(settings: Settings, connection: str, seed: int, digest: str) ->
         digest: of the data.
     """
     return {
-        **settings.identity(),
+        **settings.fixed_options(),
         "connection": connection,
         "seed": seed,
         DATA_DIGEST: digest,

@@ -361,7 +361,7 @@ class Settings(NamedTuple):
             }
         return options
 
-    def identity(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Any]:
         """The options that decide what is learned.
 
         A run with any other value of them is another run.
