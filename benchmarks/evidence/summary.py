@@ -129,8 +129,8 @@ def _describe_models(studies: Mapping[str, Study]) -> str:
         "The learning rates of the others are still falling then, so they look worse. Speeds are "
         "multiples of pre-norm's in the model that sees 20 tokens a parameter, on one CPU core in "
         "float32, without crosslayer's kernels, which need a GPU. All are compiled with "
-        "`torch.compile`, pre-norm too, unless the column says that they are not. Models of one "
-        "architecture differ by up to 0.14."
+        "`torch.compile`, pre-norm too, unless the column says that they are not. In the study of "
+        "0.2 tokens, not compiled, models of one architecture differed by up to 0.14."
     )
 
 
