@@ -448,6 +448,20 @@ def test_notes_name_diverged_runs_of_the_seeds_that_are_compared(tiny, tmp_path)
     ]
 
 
+def test_the_verdict_says_which_arms_have_seeds_that_diverged(tiny, tmp_path):
+    """Its interval is of the other seeds, so the arm may be called better for those alone."""
+    compared = prepare_comparison(recipe(tiny, "prenorm", "mudd", "hyper"), 3, tmp_path / "out")
+    for arm, gain in zip(compared.arms, (0.0, 0.1, 0.1), strict=True):
+        for seed in (0, 1, 2):
+            if (arm.name, seed) != ("mudd", 1):
+                loss = 2.0 + seed - gain - 0.001 * gain * seed
+                compared.results.runs.append(run_with_loss(arm, seed, loss))
+    for name, seed in (("mudd", 1), ("hyper", 3)):
+        compared.results.diverged.append(DivergedRun(name, seed, 7, "9.5"))
+    (verdict,) = [note for note in report_notes(compared) if note.startswith("Against prenorm")]
+    assert "better: mudd (1 of 3 seeds diverged), hyper." in verdict
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

@@ -326,7 +326,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
         rates_text = "each arm at its best rate of those tried"
     elif _OPTIONS_OF_RATES & differing.keys():
         rates_text = "each arm at its given rate"
-    return notes + _interval_notes(rows, rates_text)
+    return notes + _interval_notes(comparison, rows, rates_text)
 
 
 def _open_questions(comparison: Comparison, rows: list[TableRow]) -> list[str]:
@@ -378,12 +378,13 @@ def _has_slow_embeddings(settings: Settings) -> bool:
     return bool(factor == 1 and settings.optimization.embedding_lr_scale == 1)
 
 
-def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
+def _interval_notes(comparison: Comparison, rows: list[TableRow], rates: str) -> list[str]:
     """Which differences count, where there are seeds enough to say. rates: the arms', in words."""
     names: dict[int, list[str]] = {-1: [], 1: [], 0: []}
     for row in rows:
         if row.difference is not None and not math.isnan(row.difference.low):
-            names[row.difference.sign].append(row.arm)
+            name = row.arm + _diverged_text(comparison, row.arm)
+            names[row.difference.sign].append(name)
     if not any(names.values()):
         return []
     words = {-1: "better", 1: "worse", 0: "no significant difference"}
@@ -398,6 +399,16 @@ def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
             "called better or worse."
         )
     return [f"Against prenorm, by 95 % intervals over seeds, {rates}: {verdicts}.{by_chance}"]
+
+
+def _diverged_text(comparison: Comparison, arm: str) -> str:
+    """How many of an arm's compared runs diverged, which its difference does not contain."""
+    seeds = [
+        run.seed
+        for run in comparison.results.diverged
+        if run.arm == arm and run.seed < comparison.seeds
+    ]
+    return f" ({len(seeds)} of {comparison.seeds} seeds diverged)" if seeds else ""
 
 
 def _sequence_unit(comparison: Comparison) -> str:
