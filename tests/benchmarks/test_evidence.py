@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scipy.interpolate import CubicSpline
 
 from benchmarks.evidence import pages, studies
 from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses, unpaired_difference
@@ -28,6 +29,7 @@ from benchmarks.evidence.summary import TIMES, connection_tables
 from benchmarks.evidence.tables import (
     arm_cells,
     claims_table,
+    difference_to_baseline,
     judge_difference,
 )
 from crosslayer.inspect.inspection import PRUNED_SHARES
@@ -235,6 +237,38 @@ def test_the_smallest_model_against_pre_norms_better_rate():
         if found.sign >= 0:
             not_better.add(name)
     assert not_better == {"prenorm", "attnres"}
+
+
+@pytest.mark.slow
+def test_verdicts_at_equal_time_by_a_spline(monkeypatch):
+    """What the page says of lines between the points of a curve."""
+
+    def differences():
+        return {
+            (study, at, name): difference_to_baseline(found[study], name, at)
+            for study in ("tokens-20", "unscaled-short", "unscaled-long", "short", "long")
+            for at in studies.TIMED_VARIANTS
+            for name in found[study].arms
+        }
+
+    def spline(costs, losses, cost):
+        return float(CubicSpline(costs, losses)(cost))
+
+    found = read_studies()
+    by_lines = {key: x for key, x in differences().items() if x is not None}
+    monkeypatch.setattr(studies, "loss_at_cost", spline)
+    by_spline = differences()
+    gains = [x.mean - by_spline[key].mean for key, x in by_lines.items()]
+    assert 0.0055 < max(gains) < 0.0065
+    changed = {key for key, x in by_lines.items() if x.sign != by_spline[key].sign}
+    assert changed == {
+        ("tokens-20", "equal time", "resi_dual"),
+        ("tokens-20", "equal time", "altup"),
+        ("short", "equal time", "mudd"),
+        ("short", "equal time", "highway"),
+    }
+    better = by_spline["tokens-20", "equal time", "resi_dual"]
+    assert better == pytest.approx((-0.033, -0.065, -0.001), abs=5e-4)
 
 
 def test_unpaired_difference():
