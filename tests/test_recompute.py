@@ -311,6 +311,22 @@ def test_uses_of_the_graph(spec, how, run):
     assert_close_gradients(gradients, expected)
 
 
+@pytest.mark.parametrize(("spec", "how"), [("mudd", "streams"), ("mgr", "inversion")])
+def test_a_host_whose_first_connections_have_no_parameters_is_called_functionally(spec, how):
+    plain = perturb_weights(crosslayer.connect(backbones.build("llama"), spec))
+    assert not list(find_connections(plain)[0].parameters())
+    recomputed = copy.deepcopy(plain)
+    enable_recompute(find_connections(recomputed), how)
+
+    def gradients(model):
+        weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        out = torch.func.functional_call(model, weights, (backbones.ids(),))
+        out.logits.logsumexp(-1).square().mean().backward()
+        return {name: weight.grad for name, weight in weights.items()}
+
+    assert equal_tensors(gradients(recomputed), gradients(plain))
+
+
 @pytest.mark.parametrize(("spec", "how"), [("hyper", "streams"), ("mgr", "inversion")])
 def test_no_state_is_traced_without_gradients(spec, how):
     plain, recomputed = plain_and_recomputed(spec, how)

@@ -48,6 +48,8 @@ class RecomputedConnection:
             if not torch.is_grad_enabled() or is_transformed() or is_called_functionally(this):
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
+        elif is_called_functionally(this):  # sites without parameters cannot tell
+            return super().read(state.state)  # type: ignore[misc]
         return self._traced_read(state)
 
     @torch._disable_dynamo  # compiled, it would not save what it saves when it is recomputed
