@@ -311,6 +311,20 @@ def test_uses_of_the_graph(spec, how, run):
     assert_close_gradients(gradients, expected)
 
 
+def test_parameters_that_are_plain_attributes_are_not_recomputed_with():
+    """`FullyShardedDataParallel` with use_orig_params=False makes them so, and frees them."""
+    plain, recomputed = plain_and_recomputed("skip_gain")
+    wrapped = find_connections(recomputed)[1:-1]
+    originals = [connection._parameters.pop("gain") for connection in wrapped]
+    for connection, original in zip(wrapped, originals, strict=True):
+        connection.gain = original.clone()
+    loss = recomputed(token_ids()).logsumexp(-1).square().mean()
+    for connection in wrapped:
+        del connection.gain
+    loss.backward()
+    assert torch.equal(loss, loss_and_gradients(plain, token_ids())[0])
+
+
 @pytest.mark.parametrize(("spec", "how"), [("mudd", "streams"), ("mgr", "inversion")])
 def test_a_host_whose_first_connections_have_no_parameters_is_called_functionally(spec, how):
     plain = perturb_weights(crosslayer.connect(backbones.build("llama"), spec))

@@ -62,7 +62,13 @@ def _registered_parameters(connection: Connection) -> Iterator[tuple[str, Tensor
 
 
 def is_called_functionally(connection: Connection) -> bool:
-    """Whether `torch.func.functional_call` has put other tensors in the place of parameters."""
+    """Whether plain tensors are in the places of parameters, which go after the forward pass.
+
+    `torch.func.functional_call` and `FullyShardedDataParallel` put them there, the latter as
+    attributes if `use_orig_params=False`.
+    """
+    if any(isinstance(value, Tensor) for value in vars(connection).values()):
+        return True
     return not all(isinstance(p, nn.Parameter) for _, p in _registered_parameters(connection))
 
 
