@@ -67,8 +67,9 @@ def is_called_functionally(connection: Connection) -> bool:
     `torch.func.functional_call` and `FullyShardedDataParallel` put them there, the latter as
     attributes if `use_orig_params=False`.
     """
-    if any(isinstance(value, Tensor) for value in vars(connection).values()):
-        return True
+    for value in vars(connection).values():
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
     return not all(isinstance(p, nn.Parameter) for _, p in _registered_parameters(connection))
 
 
