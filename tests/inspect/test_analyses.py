@@ -366,6 +366,14 @@ def test_mean_and_deviation_over_tokens_of_several_batches():
     assert together.parts == ["X_0", "X_1"]
 
 
+def test_a_stream_that_differs_between_tokens_beside_ways_that_do_not():
+    """A norm after the mixture of r alone; q, k and v have static weights."""
+    site = summarise_mixing(backbone("mudd(normed='post', dynamic=False)"), BATCHES)[2]
+    assert site.inputs == ["1.q", "1.k", "1.v", "1.r"]
+    assert site.read_std[:3].max() < 1e-6 < 1e-3 < site.read_std[3].max()
+    torch.testing.assert_close(site.read_mean[3], site.carry_mean[-1])
+
+
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [

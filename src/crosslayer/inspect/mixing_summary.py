@@ -68,7 +68,10 @@ class MixingAnalysis:
             # r is the next state's stream, its last part. It stands after q, k and v, in the place
             # of the MLP of a parallel block, which reads r too.
             apart = len(visit.split_ports)
-            read = torch.cat([read[:, :apart], carry[:, -1:].expand(len(read), -1, -1)], 1)
+            stream = carry[:, -1:]
+            tokens = max(len(read), len(stream))  # either may be the same for all
+            ways = [rows.expand(tokens, -1, -1) for rows in (read[:, :apart], stream)]
+            read = torch.cat(ways, 1)
             inputs = [*inputs[:apart], f"{connection.site.layer}.r"]
         write = per_token_weights(visit.weights.write)
         parts = len(connection.state_parts(visit.state))
