@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from crosslayer.intervals import average_curves, mean_interval, t_quantile
+from crosslayer.intervals import average_curves, mean_and_std, mean_interval, t_quantile
 
 
 def test_mean_interval():
@@ -19,6 +19,12 @@ def test_mean_interval():
     assert math.isnan(mean_interval([1.0]).low) and mean_interval([1.0]).sign == 0
 
 
+def test_the_deviation_is_that_of_a_sample():
+    """Divided by the number of seeds − 1."""
+    assert mean_and_std([1.0, 3.0]) == pytest.approx((2.0, math.sqrt(2)))
+    assert mean_and_std([1.0]) == (1.0, None)
+
+
 def test_curves_of_seeds_that_were_judged_at_different_steps():
     """At the steps of the shorter one, within what both have."""
     curve = average_curves([[(3, 1.0), (6, 5.0)], [(2, 2.0), (4, 4.0), (5, 10.0)], []])
@@ -26,6 +32,9 @@ def test_curves_of_seeds_that_were_judged_at_different_steps():
     curve = average_curves([[(3, 1.0), (6, 5.0)], [(2, 2.0), (4, 4.0), (8, 8.0)]])
     assert (curve.x, curve.mean) == ([3, 6], [2.0, 5.5])
     assert (curve.low, curve.high) == ([1.0, 5.0], [3.0, 6.0])
+    # the shorter one begins first
+    curve = average_curves([[(1, 9.0), (4, 3.0)], [(3, 5.0), (4, 4.0), (5, 4.0)]])
+    assert (curve.x, curve.mean) == ([4], [3.5])
     assert average_curves([[]]).x == []
 
 
