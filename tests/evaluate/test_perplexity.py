@@ -6,6 +6,7 @@ import gzip
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -14,9 +15,23 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
-from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity, windows
-from crosslayer.evaluate.language_models import check_logits
+from crosslayer.data.token_streams import TokenStream
+from crosslayer.data.tokenizing import load_tokenizer
+from crosslayer.evaluate import (
+    Span,
+    joined_perplexity,
+    read_spans,
+    span_perplexity,
+    text_perplexity,
+    windows,
+)
+from crosslayer.evaluate.language_models import (
+    check_logits,
+    encode_without_end,
+    find_first_token,
+)
 from crosslayer.evaluate.perplexity import TextPerplexity
+from crosslayer.evaluate.texts import describe_documents, describe_stream
 from crosslayer.evaluate.windows import (
     ScoredWindow,
     log_likelihoods,
@@ -90,6 +105,21 @@ def test_text_equals_the_harness_rolling_loglikelihood(model):
     assert result.loss * result.tokens == pytest.approx(-total, rel=1e-6)
 
 
+def test_joined_documents_by_hand(model):
+    """Windows without overlap, of documents with a separator between; a short stream is one."""
+    tokenizer = byte_tokenizer()
+    stream = [*tokenizer.encode(TEXT), END, *tokenizer.encode(SHORT)]
+    size = CONTEXT + 1
+    rows = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
+    nats = -sum(log_probabilities(model, row).sum().item() for row in rows)
+    result = joined_perplexity(model, tokenizer, [TEXT, "", SHORT], batch_size=3)
+    assert result.tokens == len(rows) * CONTEXT
+    assert result.loss == pytest.approx(nats / result.tokens, rel=1e-5)
+    # a separator counts as a byte, so a token of this tokenizer is one
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2), rel=1e-6)
+    assert joined_perplexity(model, tokenizer, ["abc"]).tokens == 2
+
+
 def test_a_text_without_tokens(model):
     with pytest.raises(ValueError, match="the text has no token to score"):
         text_perplexity(model, byte_tokenizer(None), ["", "a"])
@@ -161,6 +191,40 @@ def test_a_tokenizer_that_ends_texts_scores_the_same_spans(model):
     assert ending.encode("a")[-1] == END
     spans = SPANS[1:3]
     assert span_perplexity(model, ending, spans) == span_perplexity(model, byte_tokenizer(), spans)
+
+
+@pytest.mark.parametrize(("length", "truncated"), [(CONTEXT + 1, 0), (CONTEXT + 2, 1)])
+def test_a_span_that_just_fits_is_not_truncated(model, length, truncated):
+    """The last token is predicted and never seen."""
+    span = Span("a" * (length - 1), "b")
+    assert span_perplexity(model, byte_tokenizer(), [span]).truncated == truncated
+
+
+def test_what_a_tokenizer_puts_before_a_text_is_kept():
+    """Of a BOS and an EOS the BOS, which is also the first token of a text without any."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<s> $A {END_OF_TEXT}", special_tokens=[("<s>", bos), (END_OF_TEXT, END)]
+    )
+    plain = byte_tokenizer().encode("ab")
+    assert tokenizer.encode("ab") == [bos, *plain, END]
+    assert encode_without_end(tokenizer, "ab") == [bos, *plain]
+    assert find_first_token(tokenizer, tiny_model()) == bos != END
+
+
+def test_documents_of_token_ids():
+    """Their bytes and words are those of the texts, whatever the size of a token is."""
+    texts = ["the cat sat", "on the mat"]
+    tokenizer = load_tokenizer("bpe:262", lambda: texts * 9)
+    first, second = tokenizer.encode(texts)
+    assert len(first) < 11
+    stream = TokenStream(np.concatenate([first, [tokenizer.end], second]), tokenizer.vocab, 22)
+    whole = describe_stream(stream, tokenizer)
+    assert (whole.text_bytes, whole.words) == (22, 6)
+    documents = describe_documents(stream, tokenizer)
+    assert [(one.text_bytes, one.words) for one in documents] == [(11, 3), (10, 3)]
 
 
 def test_one_span_has_no_standard_error(model):
