@@ -145,6 +145,8 @@ def test_perplexity_without_a_block():
         model.model.layers[2].self_attn.o_proj.weight.zero_()
     without = math.exp(mean_token_loss(model, BATCHES))
     assert found.increase[1] == pytest.approx(without - found.perplexity, abs=1e-3)
+    # the output of block 0's attention is a stream, that of its MLP is not
+    assert ablate_blocks(language_model("mgr(streams=2)"), BATCHES).labels == ["1"]
 
 
 def test_singular_values_are_means_over_blocks():
@@ -156,6 +158,8 @@ def test_singular_values_are_means_over_blocks():
     found = measure_singular_values(model)
     assert "embedding" in found.names
     assert not any("connections" in name for name in found.names)
+    of_equal_shapes = measure_singular_values(language_model("hyper"))
+    assert of_equal_shapes.names == found.names
     values = dict(zip(found.names, found.values, strict=True))
     expected = torch.arange(24.0, 0, -1).double() * 1.5
     torch.testing.assert_close(values["self_attn.o_proj"], expected)

@@ -40,7 +40,9 @@ from crosslayer.inspect.alarms import _collapsed_groups
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.similarity import _linear_cka
+from crosslayer.inspect.unfolding import UnfoldedMap, _held_norm
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
+from crosslayer.norms import NormSpec, apply_norm
 from crosslayer.testing.tiny_model import DEFAULT_SPECS, equal_tensors, perturb_weights
 from tests.hf.plain_models import GPT
 from tests.inspect.methods import has_mixing_weights
@@ -332,6 +334,51 @@ def test_findings_of_known_wirings():
     assert find_map_findings(unfold_connections(model, EMBEDDING)).wasted == ["1.attn"]
 
 
+def known_map(rows: list[list[float]], streams: Tensor | None = None) -> UnfoldedMap:
+    """A map of attentions and MLPs by the weights of each input, and to each stream."""
+    sublayers = [f"{k // 2}.{('attn', 'mlp')[k % 2]}" for k in range(len(rows) - 1)]
+    mean = nn.utils.rnn.pad_sequence([torch.tensor(row).double() for row in rows], True)
+    return UnfoldedMap(
+        sources=["embedding", *sublayers],
+        inputs=[*sublayers, "readout"],
+        sources_before=list(map(len, rows)),
+        mean=mean,
+        std=torch.zeros_like(mean),
+        one_token=mean,
+        has_streams=streams is not None,
+        stream_means=[] if streams is None else [streams],
+        one_token_streams=[],
+        tokens=1,
+        error=0.0,
+        by_projection=False,
+    )
+
+
+def test_findings_of_a_known_map():
+    rows = [[1.0] * sources for sources in range(1, 10)]
+    rows[7][:2] = [3.0, 3.0]  # the ends' mean is 2
+    rows[8][0] = 33.0  # the ends' mean is 9
+    found = find_map_findings(known_map(rows))
+    assert found.lambda_score == (2 + 9) / 2
+    assert found.embedding_in_readout == pytest.approx(33 / (41 / 9))
+    assert found.wasted == [], "whatever the embedding's weight is"
+
+
+def test_the_reach_of_attentions_is_that_to_far_layers():
+    rows = [[1.0] * sources for sources in range(1, 10)]
+    for k, row in enumerate(rows):
+        for j in range(1, len(row), 2):  # of attentions
+            is_far = k // 2 - j // 2 > 1
+            row[j] = 0.5 if is_far else 7.0
+    assert find_map_findings(known_map(rows)).attention_reach == 0.5
+
+
+def test_a_sign_that_is_opposite_in_a_weight_that_counts():
+    streams = torch.tensor([[1.0, 0.5, 1.0], [1.0, -0.5, -0.05]])
+    found = find_map_findings(known_map([[1.0], [1.0] * 2, [1.0] * 3], streams))
+    assert found.opposite_signs == ["0.attn (streams 0, 1)"]
+
+
 def test_own_weights_of_denseformer():
     model = backbone("denseformer")
     sites = summarise_mixing(model, BATCHES)
@@ -496,6 +543,9 @@ def test_cosines_and_distances_of_planted_inputs():
         sublayers[0].y[0] = 1
     distances = compare_depths(model, [{"embedding": last}])
     assert distances.angular[0, 1] == pytest.approx(math.acos(1 / math.sqrt(2)) / math.pi)
+    with torch.no_grad():
+        sublayers[0].y.copy_(-2 * last[0, 1])
+    assert compare_depths(model, [{"embedding": last}]).angular[0, 1] == pytest.approx(1)
 
 
 def test_cka_is_that_of_centred_tokens():
@@ -524,6 +574,34 @@ def test_rms_of_a_planted_embedding_and_output():
     assert [site.output_rms for site in sites[:2]] == pytest.approx([5, 5])
     assert sites[0].stream_rms.tolist() == pytest.approx([5])
     assert sites[0].hidden_rms == pytest.approx(4)
+
+
+def test_the_largest_magnitudes_are_of_all_batches():
+    values = torch.zeros(3, 1, 1, 16)
+    values[:, 0, 0, 0] = torch.tensor([3.0, -5, 1])
+    batches = [{"embedding": embedding} for embedding in values]
+    site = measure_scales(OwnModel("prenorm", layers=1), batches)[0]
+    assert site.output_largest == site.hidden_largest == [5, 3, 1]
+    assert site.written_largest.tolist() == [5]
+
+
+def test_a_stream_once_an_output_is_written():
+    """Its change is relative to what it has become: 3 of 4."""
+    model = OwnModel("prenorm", layers=1)
+    nn.init.constant_(model.stack.sublayers[0].y, 3.0)
+    ones = [{"embedding": torch.ones(1, 2, 16)}]
+    changes = [site.stream_change for site in measure_scales(model, ones)]
+    assert changes[0] is None
+    assert torch.cat(changes[1:3]).tolist() == pytest.approx([0, 3 / 4])
+    norms = [site.part_norms.item() for site in summarise_mixing(model, ones)]
+    assert norms[:2] == pytest.approx([4, 16])
+
+
+def test_the_write_to_each_fraction():
+    model = OwnModel("frac(dynamic=False)")
+    with torch.no_grad():
+        find_connections(model)[0].static_beta.copy_(torch.tensor([2.0, 3.0]))
+    assert summarise_mixing(model, EMBEDDING)[1].write_mean.tolist() == [2, 3]
 
 
 def test_gains_are_of_the_product_in_the_order_of_depth():
@@ -614,6 +692,16 @@ def test_connections_that_are_not_called_are_an_error():
     for analyse in (unfold_connections, measure_scales, summarise_mixing):
         with pytest.raises(ValueError, match=r"a model that calls its connections as modules"):
             analyse(model, [batch])
+
+
+def test_the_bias_of_a_norm_is_a_constant():
+    """The last contribution; those of the sources do not have it."""
+    contributions = torch.randn(2, 4, 8)
+    norm = NormSpec(torch.randn(8), torch.randn(8), 1e-5, centred=True)
+    held = _held_norm(contributions, norm)
+    torch.testing.assert_close(held.sum(1), apply_norm(contributions.sum(1), norm))
+    plain = _held_norm(contributions, norm._replace(bias=None))
+    assert torch.equal(held[:, :-1], plain[:, :-1])
 
 
 def test_a_learned_prompt_is_refused():

@@ -16,6 +16,7 @@ from crosslayer.cli.main import main
 from crosslayer.connection import find_connections
 from crosslayer.convert.pretrained import open_image_model, takes_images
 from crosslayer.data.prepared import prepare_corpus
+from crosslayer.data.readers import Document
 from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
@@ -46,9 +47,10 @@ from crosslayer.inspect.seed_averages import (
 )
 from crosslayer.inspect.similarity import DepthDistances
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
+from crosslayer.inspect.text_batches import make_text_batches
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.small_models import LANGUAGE, VISION, build_small
-from tests.inspect.test_report import BATCHES, language_model
+from tests.inspect.test_report import BATCHES, IDS, language_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 ANALYSES_SEEN = ["mixing", "scales", "gradients"]
@@ -142,6 +144,16 @@ def test_classes_of_fractions_have_names():
     model = language_model("frac(fractions=2)")
     found = compare_groups(model, {"a": BATCHES, "b": BATCHES})
     assert "α1,mlp [0]" in found.names and len(found.names) == found.mean.shape[1]
+
+
+def test_a_sample_counts_once_whatever_its_length():
+    """Two texts, of which one is padded where they are together."""
+    apart = [{"input_ids": IDS[:1]}, {"input_ids": IDS[1:, :8]}]
+    found = compare_groups(language_model("hyper"), {"together": BATCHES, "apart": apart})
+    torch.testing.assert_close(found.mean[0], found.mean[1], atol=1e-6, rtol=0)
+    # half the distance of the two, the deviation of a population
+    half = (found.quartiles[..., 4] - found.quartiles[..., 0]) / 2
+    torch.testing.assert_close(found.std, half)
 
 
 def test_means_of_other_weights_are_refused():
@@ -538,6 +550,14 @@ def test_groups_of_texts(tmp_path):
     assert subject_of(str(tmp_path / "data")).groups == {}
 
 
+def test_texts_are_cut_and_padded():
+    """Token 0 is no padding, and a token alone is no sequence."""
+    documents = [Document("", "", np.array(ids)) for ids in ([5, 0, 7, 8, 9], [1, 2, 3])]
+    (batch,) = make_text_batches(None, documents, sequences=3, context=4, batch_size=2)
+    assert batch["input_ids"].tolist() == [[5, 0, 7, 8], [1, 2, 3, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
 def test_token_ids_are_shown_to_a_model(tmp_path, capsys):
     model = tmp_path / "model"
     language_model("hyper", vocab=256).save_pretrained(model)
@@ -650,3 +670,13 @@ def test_gates_of_channels_are_sampled():
         record.add(torch.rand(256, 2048))
     edges = torch.linspace(0, 1, 101, dtype=torch.float64)
     assert record.statistics(edges).quartiles[2].item() == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_box_of_known_gates():
+    """40 is beyond 1.5 interquartile ranges of the box, which the whisker of 10 is not."""
+    record = _GateRecord("beta", "0.mlp", None, 1)
+    record.add(torch.tensor([*range(11), 40.0])[:, None])
+    gate = record.statistics(torch.linspace(0, 40, 101, dtype=torch.float64))
+    assert gate.quartiles.tolist() == [0, 2.75, 5.5, 8.25, 40]
+    assert gate.whiskers == (0, 10)
+    assert gate.below_tenth == pytest.approx(1 / 12)

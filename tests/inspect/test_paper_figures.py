@@ -23,6 +23,7 @@ from crosslayer.inspect.figures_scales import draw_gate_boxes
 from crosslayer.inspect.mixing_summary import find_mix_pattern
 from crosslayer.inspect.moments import TokenSample
 from crosslayer.inspect.observation import SiteVisit
+from crosslayer.inspect.similarity import DepthDistances
 from tests.inspect.test_analyses import EMBEDDING, OwnModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -202,6 +203,12 @@ def test_a_static_stream_of_mgr():
     assert distances.streams[2, 2:, 2:].isfinite().all()
 
 
+def test_a_stream_is_static_by_its_distances_between_two_sites():
+    between = 0.03 * (1 - torch.eye(2))
+    distances = DepthDistances(["0.attn", "readout"], between, between[None], between, [True] * 2)
+    assert not distances.is_static(0)
+
+
 def test_distances_are_drawn_as_in_the_paper():
     distances = compare_depths(OwnModel("prenorm", layers=3), EMBEDDING)
     picture = axes()
@@ -244,7 +251,7 @@ def test_a_planted_massive_activation_stays_in_the_stream():
 def test_largest_of_each_stream_is_after_the_write():
     model = mgr_with_gates([0.5, 0.01])
     with torch.no_grad():
-        model.stack.sublayers[3].y[5] = 1000
+        model.stack.sublayers[3].y[5] = -1000
     sites = {site.writer: site for site in measure_scales(model, EMBEDDING)}
     assert sites["1.mlp"].written_largest.tolist() == pytest.approx([500, 10], rel=0.2)
     assert sites["1.attn"].written_largest.max() < 20

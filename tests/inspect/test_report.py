@@ -25,6 +25,7 @@ from crosslayer.inspect import compare_depths, measure_cosines, summarise_mixing
 from crosslayer.inspect.ablation import (
     ablate_sublayers,
     ablate_ways,
+    find_depth_weights,
     mean_token_loss,
     prune_depth_weights,
 )
@@ -111,6 +112,19 @@ def test_pruning_restores_the_weights():
     assert prune_depth_weights(language_model("hyper"), BATCHES, [0.5]) is None
 
 
+def test_a_share_of_the_weights_is_pruned():
+    """A third of 9, the smallest."""
+    model = language_model("denseformer", layers=3)
+    weights = find_depth_weights(model)
+    pruned = torch.cat(weights).abs().sort().values[2]
+    (loss,) = prune_depth_weights(model, BATCHES, [1 / 3]).losses
+    with torch.no_grad():
+        for weight in weights:
+            weight[weight.abs() <= pruned] = 0
+    assert sum((weight == 0).sum() for weight in weights) == 3
+    assert loss == mean_token_loss(model, BATCHES)
+
+
 def test_a_planted_sink_head_is_not_active():
     model = language_model("hyper")
     attention = model.model.layers[1].self_attn
@@ -128,6 +142,15 @@ def test_a_planted_sink_head_is_not_active():
     assert measure_head_activations(model, BATCHES, pattern_layer=0).pattern_layer == 0
     with pytest.raises(ValueError, match="a layer from 0 to 1, got 2"):
         measure_head_activations(model, BATCHES, pattern_layer=2)
+
+
+def test_heads_over_padding_and_over_the_first_two_tokens():
+    model = language_model("hyper")
+    apart = [{"input_ids": IDS[:1]}, {"input_ids": IDS[1:, :8]}]
+    active = measure_head_activations(model, BATCHES).active
+    torch.testing.assert_close(active, measure_head_activations(model, apart).active)
+    assert measure_head_activations(model, [{"input_ids": IDS[:, :2]}]).active.max() == 0
+    assert measure_head_activations(language_model(None, layers=4), BATCHES).pattern_layer == 3
 
 
 def test_a_planted_bug_makes_the_sink_head_active(monkeypatch):

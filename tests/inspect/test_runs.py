@@ -13,6 +13,7 @@ from crosslayer.cli.main import main
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.inspect.report import draw_views
 from crosslayer.inspect.run_groups import (
+    RunGroup,
     find_baseline_group,
     group_runs,
     has_experts,
@@ -25,6 +26,9 @@ from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training import TrainingCurve, loss_at_cost
 from crosslayer.inspect.training_summary import (
     GroupedRuns,
+    _run_compute,
+    compared_set,
+    mean_accuracy,
     measure_scaling,
     measure_speedups,
     smooth_runs,
@@ -144,6 +148,37 @@ def test_runs_with_different_logging_intervals_are_smoothed_alike(tmp_path):
         assert loss == pytest.approx(at[step], abs=0.04)
     naive = 10 * 5 / 500  # what 0.9 from line to line would be off by, towards the end
     assert abs(coarse[0][-1][1] - at[1000]) < 0.3 * naive
+
+
+def group_of(*curves: TrainingCurve, **fields) -> RunGroup:
+    return RunGroup("a", "a", [TrainingRun("a", Path("a"), curve, **fields) for curve in curves])
+
+
+def test_the_weight_of_a_loss_falls_over_the_longest_interval():
+    coarse = group_of(TrainingCurve([20, 40], [1.0, 3.0]))
+    fine = group_of(TrainingCurve([10, 20], [1.0, 3.0]))
+    means = [curves[0][-1][1] for curves in smooth_runs([coarse, fine], 0.25)]
+    assert means == pytest.approx([(0.25 + 3) / 1.25, (0.5 + 3) / 1.5])
+
+
+def test_a_set_is_compared_that_every_run_is_often_evaluated_on():
+    often, twice = (
+        TrainingCurve(valid={"held-out": [(step, 3.0) for step in range(count)]})
+        for count in (5, 2)
+    )
+    assert compared_set([group_of(often), group_of(often)]) == "held-out"
+    assert compared_set([group_of(often), group_of(twice)]) is None
+
+
+def test_the_accuracy_is_that_of_the_last_evaluation():
+    group = group_of(TrainingCurve(), tasks={"sciq": [(500, 0.6), (1000, 0.5)]})
+    assert mean_accuracy(group, {"sciq"}) == 0.5
+
+
+def test_compute_is_that_of_all_steps():
+    settings = {"batch": 10, "context": 100, "steps": 2000}
+    (run,) = group_of(TrainingCurve(), settings=settings, result={"parameters": 5}).runs
+    assert _run_compute(run) == 6 * 5 * 10 * 100 * 2000
 
 
 @pytest.fixture(scope="module")

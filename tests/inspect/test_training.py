@@ -7,6 +7,7 @@ import numpy
 import pytest
 
 from crosslayer.inspect.training import (
+    PowerLaw,
     cost_to_loss,
     estimate_multiplier,
     find_spikes,
@@ -39,6 +40,8 @@ def test_a_run_s_metrics(tmp_path):
 def test_smoothing_is_unbiased_at_the_start():
     assert smooth_losses([2.0] * 5) == pytest.approx([2.0] * 5)
     assert smooth_losses([1.0, 3.0], decay=0.5)[1] == pytest.approx((0.5 + 3) / 1.5)
+    # 20 steps later, after two intervals of 10
+    assert smooth_losses([1.0, 3.0], 0.5, [10, 30], 10)[1] == pytest.approx((0.25 + 3) / 1.25)
 
 
 def test_planted_spikes():
@@ -79,6 +82,14 @@ def test_power_law_and_multiplier_of_known_curves():
         fit_power_law([1e8], [2.0])
     with pytest.raises(ValueError, match="must be positive"):
         fit_power_law([1e8, 2e8], [2.0, math.nan])
+
+
+def test_a_size_far_from_those_of_a_law_is_known_less():
+    """The variance of x is (σ/b)² (1/n + (x − x̄)² / Σ (x_i − x̄)²)."""
+    law = PowerLaw(a=1.0, b=0.5, error=0.1, log_sizes=[0.0, 1.0, 2.0])
+    place, variance = law.log_size_of(math.exp(-2))
+    assert place == pytest.approx(4)
+    assert variance == pytest.approx(0.04 * (1 / 3 + 9 / 2))
 
 
 @pytest.mark.parametrize(("count", "seeds"), [(3, 5), (4, 1), (8, 1)])
