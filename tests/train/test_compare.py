@@ -24,6 +24,7 @@ from crosslayer.cli.options import recipe_from_options
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.files import write_json
+from crosslayer.intervals import mean_and_std, mean_interval
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.comparison_results import DivergedRun, describe_environment
 from crosslayer.train.method_code import code_digest
@@ -792,6 +793,28 @@ def test_the_table_compares_an_arm_with_the_baseline(tiny, tmp_path):
     row = result_table(comparison)[1]
     assert (row.speed, row.relative_speed, row.relative_activations) == (1, 0.5, 2)
     assert row.extra == 2 / 8
+
+
+def test_the_table_has_means_over_seeds(tiny, tmp_path):
+    """Ratios and differences are those of each seed, in whatever order the runs have ended."""
+    comparison = prepare_comparison(recipe(tiny, "prenorm", "mudd"), 2, tmp_path / "out")
+    plain, mudd = comparison.arms
+    for arm, seed, loss, speed in (
+        (plain, 1, 3.0, 4.0),
+        (plain, 0, 2.0, 1.0),
+        (mudd, 0, 1.0, 0.5),
+        (mudd, 1, 2.5, 1.0),
+    ):
+        run = replace(run_with_loss(arm, seed, loss), tokens_per_second=speed)
+        metrics = {"accuracy": loss} | ({"of one seed": 1.0} if seed == 0 else {})
+        run = replace(run, activation_bytes=int(8 / speed), metrics=metrics)
+        comparison.results.runs.append(run)
+    row = result_table(comparison)[1]
+    assert row.loss == row.metrics["accuracy"] == mean_and_std([1.0, 2.5])
+    assert list(row.metrics) == ["accuracy"]
+    assert row.difference == mean_interval([-1.0, -0.5])
+    assert (row.speed, row.relative_speed) == (0.75, (0.5 + 0.25) / 2)
+    assert row.relative_activations == (2 + 4) / 2
 
 
 def test_activations_of_other_batches_have_no_ratio(tiny, tmp_path):
