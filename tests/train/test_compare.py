@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from crosslayer.train.report import (
     plot_differences,
     plot_tradeoff,
 )
-from crosslayer.train.report_notes import report_notes, run_notes
+from crosslayer.train.report_notes import report_notes, run_notes, scope_notes
 from crosslayer.train.results_table import (
     differences_by_step,
     find_baseline_arms,
@@ -358,6 +359,9 @@ def test_schedule():
     stable = OptimizationSettings(steps=100, warmup=20, decay="linear", decay_ratio=0.2, floor=0.0)
     assert [lr_schedule(step, stable) for step in (19, 20, 80, 90)] == pytest.approx([1, 1, 1, 0.5])
     assert lr_schedule(99, OptimizationSettings(steps=100, decay_ratio=0.0)) == 1
+    # a decay that would begin before the warm-up has ended begins after it
+    late = OptimizationSettings(steps=100, warmup=50, decay="linear", decay_ratio=0.8, floor=0.0)
+    assert [lr_schedule(step, late) for step in (49, 50, 75)] == pytest.approx([1, 1, 0.5])
 
 
 def test_muon_takes_the_layers_matrices_alone():
@@ -756,6 +760,10 @@ def test_the_setup_names_the_rate_of_each_optimizer_and_the_tokens_of_the_entrop
     assert "Muon at 0.02 and AdamW at 0.006, precision" in setup
     assert "the frequencies of single tokens of the first validation set give" in data
     entropy = comparison.results.entropy
+    (windows,) = comparison.examples["prenorm"].valid.values()
+    ids = windows.tokens.all_ids().tolist()
+    nats = -sum(count * math.log(count / len(ids)) for count in Counter(ids).values())
+    assert entropy == pytest.approx(nats / math.log(2) / windows.tokens.text_bytes)
     for bits, is_said in ((entropy - 0.1, False), (entropy + 0.1, True)):
         run = replace(run_with_loss(comparison.arms[0], 0, 1.0), metrics={"bits/byte": bits})
         comparison.results.runs = [run]
@@ -815,6 +823,29 @@ def test_the_table_has_means_over_seeds(tiny, tmp_path):
     assert row.difference == mean_interval([-1.0, -0.5])
     assert (row.speed, row.relative_speed) == (0.75, (0.5 + 0.25) / 2)
     assert row.relative_activations == (2 + 4) / 2
+
+
+def test_the_report_says_which_arms_are_better(tiny, tmp_path):
+    """And how large what was compared is: backbones of 9 parameters, without the connections'."""
+    losses = {
+        "prenorm": (2.0, 3.0),
+        "mudd": (1.0, 2.01),
+        "hyper": (3.0, 4.01),
+        "mgr": (1.0, 4.0),
+    }
+    comparison = prepare_comparison(recipe(tiny, *losses), 2, tmp_path / "out")
+    for arm in comparison.arms:
+        for seed, loss in enumerate(losses[arm.name]):
+            comparison.results.runs.append(run_with_loss(arm, seed, loss))
+    first, *_, last = scope_notes(comparison)
+    verdicts = (
+        "better: mudd; worse: hyper; no significant difference: mgr. By chance, about 0.15 of"
+    )
+    assert verdicts in last and " and 9 parameters" in first
+    few = {name: replace(of_arm, train=range(3)) for name, of_arm in comparison.examples.items()}
+    notes = report_notes(replace(comparison, examples=few))
+    # 6 steps of 2 examples
+    assert any("; each run saw them 4.0 times." in note for note in notes)
 
 
 def test_activations_of_other_batches_have_no_ratio(tiny, tmp_path):

@@ -14,8 +14,9 @@ from crosslayer.train.profiling import model_flops_utilization, peak_memory
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import train_arm
 from crosslayer.train.settings import Settings
+from crosslayer.train.step_timer import StepTimer
 from crosslayer.train.task import LANGUAGE_TASK
-from tests.train.runs import SMALL
+from tests.train.runs import SMALL, run
 
 
 def steps_of(text, **settings):
@@ -40,6 +41,22 @@ def test_remaining_time(text, monkeypatch):
     assert [step.seconds_left for step in last] == [2 * durations[0], durations[0], 0]
     tokens = SMALL["batch"] * SMALL["context"]
     assert last[0].tokens_per_second == pytest.approx(tokens / durations[0])
+
+
+def test_the_speed_is_that_of_the_median_step():
+    """Other work on the machine makes some steps far longer."""
+    timer = StepTimer(compiles=False)
+    for duration in (9.0, 9.0, 9.0, 1.0, 1.0, 10.0):  # the first three are warm-up
+        timer.record(duration)
+    assert (timer.median(), timer.mean()) == (1, 4)
+
+
+def test_the_speed_of_an_evaluation_counts_its_examples(text, monkeypatch):
+    """It takes a second by a clock that each reading moves by one."""
+    clock = itertools.count()
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(clock)))
+    found = run({"data": text, "steps": 1, "evals": 1, "batch": 2, "eval_batches": 3}, "prenorm")
+    assert found["result"]["inference_speed"] == 2 * 3
 
 
 def test_utilization_is_of_the_peak_of_the_gpu(monkeypatch):

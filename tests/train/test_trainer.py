@@ -1198,6 +1198,15 @@ def test_several_validation_sets(text, tmp_path):
     assert found["metrics"]["bits/byte"] == pytest.approx(found["valid_loss"] / math.log(2))
 
 
+def test_the_result_is_that_of_the_last_evaluation(text):
+    trainer = make_trainer(text, "prenorm")
+    (name,) = trainer.examples.valid
+    trainer.state.curve = [[step, {name: {"loss": loss}}] for step, loss in ((6, 1.0), (12, 3.0))]
+    result = trainer.result()
+    assert result.valid_loss == result.valid[name]["loss"] == 3
+    assert result.curve == [[6, 1.0], [12, 3.0]]
+
+
 def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
     for name in ("c4", "pile", "wiki"):
         (tmp_path / name).write_text(f"All happy families of {name} are alike. " * 99)
