@@ -4,12 +4,13 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from crosslayer.cost.estimate import GPUS
-from crosslayer.train import trainer
+from crosslayer.train import profiling, trainer
 from crosslayer.train.profiling import model_flops_utilization, peak_memory
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import train_arm
@@ -89,3 +90,12 @@ def test_peak_memory_is_in_bytes(monkeypatch):
     status = Path("/proc/self/status").read_text()
     kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
     assert 0.95 < peak_memory() / (1024 * kibibytes) < 20
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_unit_of_the_peak_is_that_of_the_system(monkeypatch, platform, unit):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(profiling.sys, "platform", platform)
+    usage = SimpleNamespace(ru_maxrss=5)
+    monkeypatch.setattr(profiling.resource, "getrusage", lambda who: usage)
+    assert peak_memory() == 5 * unit

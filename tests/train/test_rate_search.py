@@ -9,11 +9,12 @@ from crosslayer.cli.main import main
 from crosslayer.train import compare
 from crosslayer.train.compare import prepare_comparison, run_comparison
 from crosslayer.train.comparison_results import DivergedRun
-from crosslayer.train.rate_search import next_factor
+from crosslayer.train.rate_search import is_limit, next_factor, scale_rates
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.report import markdown_report, plot_differences, plot_rates
 from crosslayer.train.report_notes import scope_notes
 from crosslayer.train.results_table import result_table
+from crosslayer.train.settings import OptimizationSettings
 from tests.train.runs import run_with_loss
 
 TINY = {"steps": 2, "batch": 2, "context": 16, "layers": 1, "dim": 8, "heads": 1}
@@ -140,6 +141,15 @@ def test_the_grid_ends():
     assert next_factor({0.5: math.inf, 1.0: math.inf, 2.0: math.inf}) == 0.25
     diverged = {2.0**power: math.inf for power in range(-5, 2)}
     assert next_factor(diverged) is None  # 1/32 is the smallest
+
+
+def test_both_rates_of_muon_are_scaled():
+    optimization = OptimizationSettings(optimizer="muon", lr=0.25, muon_lr=0.5)
+    assert scale_rates(Arm.from_row("mudd"), optimization, 4).options == {"lr": 1, "muon_lr": 2}
+
+
+def test_the_grid_has_a_limit_at_either_end():
+    assert is_limit(32) and is_limit(1 / 32) and not is_limit(16)
 
 
 def test_a_search_that_ends_at_its_limit(text_file, tmp_path, monkeypatch):
