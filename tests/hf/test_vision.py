@@ -131,6 +131,20 @@ def test_what_is_added_between_layers_joins_the_write_before():
 
 
 @pytest.mark.slow
+def test_hidden_states_are_recorded_before_features_join_them():
+    """As Qwen3-VL records what its layers return."""
+    plain, inputs, _, _ = build_small(MULTI_MODAL, "qwen3_vl")
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    for training in (False, True):
+        expected = plain(**inputs, output_hidden_states=True).hidden_states
+        states = model.train(training)(**inputs, output_hidden_states=True).hidden_states
+        assert len(states) == len(expected)
+        for state, plain_state in zip(states, expected, strict=True):
+            torch.testing.assert_close(state, plain_state, rtol=0, atol=1e-5)
+        enable_recompute(find_connections(model), "streams")
+
+
+@pytest.mark.slow
 def test_image_features_that_join_the_stream_between_layers_are_refused():
     plain, inputs, expected, _ = build_small(MULTI_MODAL, "granite4_vision")
     with pytest.raises(ValueError, match=r"reads or changes the stream after layers\.0"):

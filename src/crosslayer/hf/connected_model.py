@@ -150,7 +150,7 @@ class ConnectedModel:
         if not isinstance(hidden, TravellingState):
             return add_to_stream(hidden, *args)
         state = map_pending_write(lambda y: add_to_stream(y, *args), hidden.state)
-        return hidden._replace(state=state)
+        return hidden._replace(state=state, returned_state=hidden.state)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):

@@ -34,6 +34,9 @@ class TravellingState(NamedTuple):
     # The product of the layers' factors of the stream so far, of no dimension; None without any.
     # The host's hidden state is this times the connection's: see `LayerWiring.stream_factor`.
     stream_scale: Tensor | None = None
+    # What the last layer returned, where the host has added to its stream since. The host records
+    # its layers' outputs, without what it adds to them.
+    returned_state: Any = None
 
     @property
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.

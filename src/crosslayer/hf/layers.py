@@ -84,11 +84,17 @@ class ConnectedLayer:
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
         # Without the number of the layer, so that layers compiled one by one share their code.
         given: tuple[Any, ...] = (hidden_states,)
+        recorder = kwargs.pop(_RECORDER, None)
         if not is_first:
-            stream = (hidden_states.state, hidden_states.dtype_like, hidden_states.stream_scale)
+            returned_state = None if recorder is None else hidden_states.returned_state
+            stream = (
+                hidden_states.state,
+                hidden_states.dtype_like,
+                hidden_states.stream_scale,
+                returned_state,
+            )
             tensors, spec = tree_flatten(stream)
             given = (StateStructure(spec), *tensors)
-        recorder = kwargs.pop(_RECORDER, None)
         kwargs["crosslayer_records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
         structure, *leaves, before = check_structured(
@@ -123,13 +129,13 @@ class ConnectedLayer:
             (embedding,) = given
             if self.wiring.embedding_norm:
                 embedding = find_attribute(self, self.wiring.embedding_norm)(embedding)
-            stream = (self.connections[0].init(embedding), embedding.new_empty(0), None)
+            stream = (self.connections[0].init(embedding), embedding.new_empty(0), None, None)
         else:
             structure, *leaves = check_structured(given)
             stream = tree_unflatten(leaves, structure.spec)
-        state, dtype_like, stream_scale = stream
+        state, dtype_like, stream_scale, _ = stream
         dtype = dtype_like.dtype
-        before = read_hidden_state(self, state, dtype, stream_scale) if crosslayer_records else None
+        before = _read_before(self, stream) if crosslayer_records else None
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
@@ -267,6 +273,14 @@ class ConnectedLayer:
         if isinstance(module, Tensor):
             return module * y
         return first_output(module(y))
+
+
+def _read_before(layer: ConnectedLayer, stream: tuple[Any, Tensor, Any, Any]) -> Tensor:
+    """The hidden state before a layer, without what the host has added to it since."""
+    state, dtype_like, stream_scale, returned_state = stream
+    if returned_state is not None:
+        state = returned_state
+    return read_hidden_state(layer, state, dtype_like.dtype, stream_scale)
 
 
 def first_output(outputs: Any) -> Any:
