@@ -232,13 +232,14 @@ def test_a_prepared_folder_with_its_tokenizer_written_differently(stories, tmp_p
     other.write_text(json.dumps(definition, indent=1))
     corpus = load_corpus(str(tmp_path / "prepared"), 4, str(other))
     assert corpus.tokenizer.digest == made.tokenizer.digest
-    definition["model"]["vocab"] = dict(
-        zip(
-            definition["model"]["vocab"],
-            reversed(definition["model"]["vocab"].values()),
-            strict=True,
-        )
-    )
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "a"}))  # the same ids with another separator
+    with pytest.raises(ValueError, match="prepared with the tokenizer bpe:300, not"):
+        load_corpus(str(tmp_path / "prepared"), 4, str(other))
+    config.unlink()
+    vocabulary = definition["model"]["vocab"]  # as many tokens, with the same separator
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     other.write_text(json.dumps(definition))
+    assert load_tokenizer(str(other)).end == made.tokenizer.end
     with pytest.raises(ValueError, match="prepared with the tokenizer bpe:300, not"):
         load_corpus(str(tmp_path / "prepared"), 4, str(other))

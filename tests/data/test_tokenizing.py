@@ -14,6 +14,7 @@ from crosslayer.convert.pretrained import open_id_tokenizer
 from crosslayer.data import tokenizing
 from crosslayer.data.sources import read_documents
 from crosslayer.data.tokenizing import (
+    Tokenizer,
     byte_tokenizer_json,
     find_ids,
     load_tokenizer,
@@ -99,6 +100,18 @@ def test_ids_in_chunks_are_those_of_the_whole(monkeypatch):
     assert np.concatenate(list(split_ids(ids))).tolist() == ids.tolist()
     assert list(find_ids(ids, 0)) == [1, 3, 4, 8, 10]
     assert [document.tolist() for document in split_at(ids, 0)] == [[5], [7], [8, 9, 6], [4]]
+
+
+def test_an_added_token_has_the_bytes_of_its_text(bpe):
+    """One that is no ASCII, as DeepSeek's are."""
+    definition = json.loads(bpe.definition)
+    added = {**definition["added_tokens"][0], "id": bpe.vocab, "content": "<｜User｜>"}
+    definition["added_tokens"].append(added)
+    tokenizer = Tokenizer("added", bpe.vocab + 1, bpe.end, json.dumps(definition))
+    text = "a fox<｜User｜>"
+    (ids,) = tokenizer.encode([text])
+    assert ids[-1] == bpe.vocab
+    assert tokenizer.count_bytes(ids) == len(text.encode())
 
 
 def test_a_saved_tokenizer_is_the_same(bpe, tmp_path):
