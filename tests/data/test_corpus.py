@@ -74,6 +74,11 @@ def test_windows_equal_an_independent_loop(
         assert np.array_equal(found.numpy(), expected)
 
 
+def test_windows_that_end_with_the_stream():
+    windows = TokenWindows(stream_of(["abcdef"], load_tokenizer("bytes")), context=2)
+    assert [windows[i].tolist() for i in range(len(windows))] == [[97, 98, 99], [100, 101, 102]]
+
+
 def test_window_bounds(stories):
     windows = load_corpus(stories, 16).train
     for index in (-1, len(windows)):
