@@ -46,6 +46,11 @@ def test_new_projections_are_initialised_as_the_hosts():
             assert not projection.bias.any()
 
 
+def test_new_projections_have_the_dtype_of_the_hosts():
+    model = crosslayer.connect(build("llama").bfloat16(), "prenorm", reallocate=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 # Experts and DiT's MLP have no widths to set; arcee's MLP has no gate.
 @pytest.mark.parametrize("family", [*(k for k in WIRINGS if k not in ("mixtral", "dit")), "arcee"])
 def test_reallocated_and_saved(family, tmp_path):
