@@ -239,6 +239,26 @@ def test_the_smallest_model_against_pre_norms_better_rate():
     assert not_better == {"prenorm", "attnres"}
 
 
+def test_48_layers_at_half_of_the_rate():
+    """What the page says of 0.008, and of the seed that does not recover at 0.016."""
+    study = read_studies()["narrow-48-warm"]
+    arms = {arm.name: arm for arm in study.comparison.recipe.arms}
+    prenorm, hyper = (study.comparison.losses_by_rate(arms[name])[1.0] for name in MAIN[::2])
+    mgr, at_chosen_rate = study.losses("mgr"), study.losses("prenorm")
+
+    def difference(losses, baseline):
+        found = mean_interval([losses[seed] - baseline[seed] for seed in range(3)])
+        return [round(value, 3) for value in found]
+
+    assert round(sum(prenorm.values()) / 3, 3) == 4.561
+    assert difference(hyper, prenorm) == [0.015, -0.005, 0.035]
+    assert difference(mgr, prenorm) == [-0.048, -0.063, -0.032]
+    curve = [round(loss, 2) for _, loss in study.runs("hyper")[1].curve]
+    assert [curve[2], curve[4], curve[7]] == [5.11, 6.97, 6.53]
+    gains = [study.losses("hyper")[seed] - at_chosen_rate[seed] for seed in (0, 2)]
+    assert [round(gain, 3) for gain in gains] == [0.017, -0.002]
+
+
 @pytest.mark.slow
 def test_verdicts_at_equal_time_by_a_spline(monkeypatch):
     """What the page says of lines between the points of a curve."""
