@@ -34,6 +34,7 @@ def test_public_names():
         _ = crosslayer.conect
 
 
+@pytest.mark.slow
 def test_completion_shows_the_public_names():
     """And packages once they are imported, which need no import of their own."""
     code = "import crosslayer; print(dir(crosslayer) == sorted(crosslayer.__all__)); "

@@ -563,7 +563,6 @@ def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
                 },
             },
             id="vit",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             DENOISING,
@@ -578,6 +577,7 @@ def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
         ),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Lightning and diffusers
 def test_a_resumed_run_is_bitwise_identical(task, x, options, tmp_path):
     settings = {**options, "data": write_npz(tmp_path, x), "steps": 4, "save_every": 2}
