@@ -239,6 +239,24 @@ def test_the_smallest_model_against_pre_norms_better_rate():
     assert not_better == {"prenorm", "attnres"}
 
 
+def test_larger_embeddings_on_the_seeds_that_both_have():
+    """What the page says of x 50 against x 1 at twenty tokens a parameter."""
+    found = read_studies()
+    plain, scaled = found["tokens-20"], found["tokens-20-scaled"]
+
+    def difference(name):
+        pairs = zip(plain.losses(name).values(), scaled.losses(name).values(), strict=False)
+        return [round(value, 3) for value in mean_interval([b - a for a, b in pairs])]
+
+    for name in ("prenorm", "mudd", "resi_dual", "hyper"):
+        assert list(plain.losses(name)) == list(scaled.losses(name))[:3] == [0, 1, 2]
+    assert difference("prenorm") == [-0.001, -0.058, 0.056]
+    assert difference("mudd") == [0.026, 0.005, 0.048]
+    assert difference("resi_dual") == [0.024, 0.008, 0.040]
+    assert difference("hyper")[0] == 0.001
+    assert all(difference(name)[2] > 0 for name in ("mgr", "mhc", "denseformer"))
+
+
 def test_48_layers_at_half_of_the_rate():
     """What the page says of 0.008, and of the seed that does not recover at 0.016."""
     study = read_studies()["narrow-48-warm"]
