@@ -338,13 +338,13 @@ def format_difference(interval: Interval | None) -> str:
 
 
 def _format_half_width(interval: Interval | None, digits: int = 2) -> str:
-    """Like "-0.58 ± 0.05", with a further digit for a narrow one; a single seed has no interval."""
+    """Like "-0.58 ± 0.05", with further digits for a narrow one; a single seed has no interval."""
     if interval is None:
         return NOT_KNOWN
     if math.isnan(interval.low):
         return f"{interval.mean:+.{digits}f} (one seed)"
     half = interval.high - interval.mean
-    if half < 0.5 * 10**-digits:
+    while 0 < half < 0.5 * 10**-digits:
         digits += 1
     # with no-break spaces, so that a narrow page has one line for each arm
     return f"{interval.mean:+.{digits}f}\u202f±\u202f{half:.{digits}f}"
