@@ -1,4 +1,6 @@
-"""Models of other libraries. CI installs LitGPT, torchtitan, OLMo-core and fla for these tests."""
+"""Models of other libraries, and export to ONNX. CI installs LitGPT, torchtitan, OLMo-core, fla and
+ONNX Runtime for these tests.
+"""
 
 import copy
 import json
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.export import Dim
 
 import crosslayer
 from crosslayer.connection import find_connections
@@ -17,7 +20,7 @@ from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.qkv import FusedLinear
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf import sharded
-from tests.hf.backbones import build
+from tests.hf.backbones import build, connected, ids
 from tests.support.split_inputs import check_split_inputs
 
 pytestmark = [
@@ -38,6 +41,23 @@ def test_deepspeed(tmp_path):
     for case, (found, expected) in losses.items():
         tolerance = 5e-3 if "bfloat16" in case else 1e-5
         assert found == pytest.approx(expected, rel=tolerance), case
+
+
+@pytest.mark.parametrize("spec", ["mudd", "hyper"])
+def test_onnx(spec, tmp_path):
+    """For batches of any size and length, as docs/serving.md says."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = connected("llama", spec).eval()
+    arguments = {"input_ids": ids(), "use_cache": False}
+    shapes = {"input_ids": {0: Dim("batch"), 1: Dim("length")}, "use_cache": None}
+    program = torch.onnx.export(model, kwargs=arguments, dynamic_shapes=shapes)
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch, length in ((2, 9), (1, 4), (5, 17)):
+        tokens = ids(batch, length)
+        (logits,) = session.run(None, {"input_ids": tokens.numpy()})
+        expected = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(torch.from_numpy(logits), expected)
 
 
 def test_litgpt():
