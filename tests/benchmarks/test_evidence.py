@@ -395,6 +395,12 @@ def test_claims_name_arms_and_their_weights_balance():
         assert sum(claim.sum.values()) == 0 and bool(claim.sum) != bool(claim.needs)
 
 
+def test_a_share_of_a_gain_that_no_paper_states_is_said_to_be_ours():
+    for claim in read_claims():
+        if any(weight % 1 for weight in claim.sum.values()):
+            assert "ours" in claim.source, claim.claim
+
+
 def test_pruned_models_of_an_inspection(tmp_path, planted):
     """Of two seeds, which lose 0.1 and 0.2 nats without 15 % of the weights."""
     models = [
