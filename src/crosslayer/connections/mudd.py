@@ -114,9 +114,9 @@ class Mudd(FusedNormConnection[History]):
             normed sources, or X_l added to mixtures of raw sources. These two do not start as
             pre-norm, unless r has no mixture.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
-        expand_last: makes K four times as large after the last block, where only r is read. So it
-            is in the released checkpoints, which have the way r alone there, and in the paper's
-            Appendix B, which has four ways there too. `round64` is applied after it.
+        expand_last: makes K four times as large after the last block, where only r is read. The
+            released checkpoints do this, with the way r alone there. So does the paper's Appendix
+            B, with all four ways. `round64` is applied after it.
         gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
             approximation as in the authors' JAX trainer.
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
