@@ -19,8 +19,10 @@ from tests.train.test_ranks import two_ranks
 DECAY = 0.7
 
 
-def test_average_equals_a_float64_loop_and_is_evaluated(text):
-    settings = Settings.from_options(**{**SMALL, "data": text, "ema": DECAY})
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_average_equals_a_float64_loop_and_is_evaluated(text, optimizer):
+    options = {**SMALL, "data": text, "ema": DECAY, "optimizer": optimizer}
+    settings = Settings.from_options(**options)
     examples = LANGUAGE_TASK.load_examples(settings.data, {})
     model = build_model(settings, "mudd", examples.num_classes, 0)
     fabric = launch_fabric(settings.engine)
@@ -44,9 +46,10 @@ def test_average_equals_a_float64_loop_and_is_evaluated(text):
     assert loss_of_averages > loss_of_weights, "the average lags behind"
     with pytest.raises(KeyboardInterrupt), averaged_weights(model, trainer.optimizers):
         raise KeyboardInterrupt  # by a signal within an evaluation
+    states = {p: state for owner in trainer.optimizers for p, state in owner.state.items()}
     for name, weight in model.named_parameters():
         assert torch.equal(weight, trained[name])
-        assert AVERAGE_KEY in trainer.optimizers[0].state[weight]
+        assert AVERAGE_KEY in states[weight]
 
 
 def test_average_is_resumed_bitwise_and_does_not_change_training(text, tmp_path):
