@@ -797,8 +797,8 @@ def test_a_signal_within_an_evaluation_stops_at_its_next_batch(text, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
         return LANGUAGE_TASK.evaluate(model, examples, indices)
 
-    settings = {"data": text, "diagnostics_every": 1, "steps": 6, "evals": 3, "eval_batches": 4}
-    settings["save_every"] = 2
+    settings = {"data": text, "diagnostics_every": 1, "steps": 6, "evals": 3, "eval_batches": 2}
+    settings |= {"save_every": 2, "accumulate": 2}
     undisturbed = run(settings, "mudd", tmp_path / "undisturbed")
     with pytest.raises(RunStopped, match=r"Stopped after step 4; saved as .*step-00000004"):
         run(settings, "mudd", tmp_path / "run", task=LANGUAGE_TASK._replace(evaluate=evaluate))
