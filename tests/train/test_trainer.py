@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, resumed, without disk space or with bad input; their metrics."""
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -435,19 +436,22 @@ def test_validation_is_without_dropout(text):
     assert trainer.module.training
 
 
-def test_each_step_of_each_seed_has_another_dropout(text):
+def test_each_step_of_each_seed_and_rank_has_another_dropout(text, monkeypatch):
     seen = []
 
     def remember(model, batch):
         seen.append(torch.initial_seed())
         return next_token_loss(model, batch)
 
-    for seed in (0, 1):
+    for seed, rank in itertools.product((0, 1), (0, 1)):
         trainer = make_trainer(text, "prenorm", seed, steps=3)
         trainer.task = LANGUAGE_TASK._replace(loss=remember)
-        for _ in range(3):
-            trainer.step()
-    assert len(set(seen)) == 6
+        trainer._batches = trainer.training_batches(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trainer.fabric), "global_rank", rank)
+            for _ in range(3):
+                trainer.step()
+    assert len(set(seen)) == 12
 
 
 def test_mixed_precision_is_autocast(text):
