@@ -1214,8 +1214,9 @@ def test_the_result_is_that_of_the_last_evaluation(text):
 
 
 def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
-    for name in ("c4", "pile", "wiki"):
-        (tmp_path / name).write_text(f"All happy families of {name} are alike. " * 99)
+    for number, name in enumerate(("c4", "pile", "wiki")):
+        words = "the quick brown fox " * number  # of the training set, so with fewer tokens a byte
+        (tmp_path / name).write_text(f"{words}All happy families of {name} are alike. " * 99)
     valid = {name: str(tmp_path / name) for name in ("c4", "pile", "wiki")}
     groups = {"V2": ["c4", "pile"], "V3": ["wiki"]}
     settings = {"data": text, "valid": valid, "valid_groups": groups, "tokenizer": "bpe:300"}
@@ -1229,6 +1230,12 @@ def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
     assert metrics["V3 perplexity"] == perplexities[2]
     assert metrics["mean perplexity"] == statistics.fmean(perplexities)
     assert metrics["training loss"] == statistics.fmean(found["losses"][-5:])
+    options = Settings.from_options(**SMALL | settings)
+    windows = LANGUAGE_TASK.load_examples(options.data, {}).valid
+    for name, loss in zip(valid, losses, strict=True):
+        tokens_per_byte = len(windows[name].tokens) / (tmp_path / name).stat().st_size
+        label = "" if name == "c4" else f"{name} "
+        assert metrics[f"{label}bits/byte"] == pytest.approx(loss / math.log(2) * tokens_per_byte)
 
 
 @pytest.mark.parametrize(
