@@ -1136,6 +1136,13 @@ def test_an_evaluation_that_compiles_is_not_timed(text, monkeypatch, evals, is_k
     assert (found["inference_speed"] is not None) == is_known
 
 
+def test_the_speed_of_the_fastest_evaluation_is_kept(text):
+    trainer = make_trainer(text, "prenorm")
+    trainer.state.inference_speed = 1e9
+    trainer.evaluate()
+    assert trainer.state.inference_speed == 1e9
+
+
 def test_bf16_bodies_keep_float32_connections(text, tmp_path):
     run({"data": text, "precision": "bf16-true"}, "mudd", tmp_path)
     from safetensors.torch import load_file
