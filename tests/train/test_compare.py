@@ -350,6 +350,7 @@ def test_schedule():
     assert max(rates) == rates[9] == 1
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert warmup_steps(OptimizationSettings(steps=100, warmup=0.29)) == 29
+    assert warmup_steps(OptimizationSettings(steps=100, warmup=1)) == 1, "a step, not all"
     linear = OptimizationSettings(steps=100, warmup=20, decay="linear")
     assert [lr_schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
     constant = OptimizationSettings(steps=100, warmup=20, floor=1.0)
