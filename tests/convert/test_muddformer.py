@@ -267,13 +267,15 @@ def test_defaults_of_the_config_class(checkpoint):
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
 
 
-def test_another_rope_base(checkpoint, tmp_path, written):
+def test_another_rope_base_and_eps(checkpoint, tmp_path, written):
     folder = checkpoint(QKNORM)
-    config = json.loads((folder / "config.json").read_text()) | {"rope_base": 500.0}
+    changed = {"rope_base": 500.0, "norm_eps": 1e-3}
+    config = json.loads((folder / "config.json").read_text()) | changed
     model = load_published(written(load_file(folder / "model.safetensors"), config, "base"))
     assert model.config.rope_parameters["rope_theta"] == 500
+    assert model.config.rms_norm_eps == 1e-3, "of the norms of the host too"
     save_published(model, tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_base"] == 500
+    assert json.loads((tmp_path / "back" / "config.json").read_text()).items() >= changed.items()
 
 
 def test_fewer_key_heads(checkpoint, tmp_path, written):
