@@ -117,10 +117,11 @@ def test_a_connected_model_goes_on_with_its_connection(model, text_file, tmp_pat
 
 def test_a_resumed_run_does_not_start_again(model, text_file, tmp_path):
     """It goes on from its checkpoint, and the loss before training is evaluated once."""
-    out, options = tmp_path / "out", ["--pretrained", str(model), "--arm=mudd"]
+    out, options = tmp_path / "out", ["--pretrained", str(model), "--arm=mudd", "--save-every=1"]
     assert train(text_file, out, *options) == 0
     once = crosslayer.from_pretrained(out / "model").state_dict()
     result = json.loads((out / "result.json").read_text())
+    shutil.rmtree(out / "step-00000003")
     assert train(text_file, out, *options) == 0
     assert equal_tensors(once, crosslayer.from_pretrained(out / "model").state_dict())
     assert json.loads((out / "result.json").read_text())["curve"] == result["curve"]
