@@ -70,6 +70,7 @@ def test_activations_are_those_of_training(model, text_file):
             Arm.from_row("prenorm"),
         )
         trainer.fit()
+        assert trainer.model.training, "dropout is used"
         measured[recompute] = trainer.activation_bytes
     assert measured["layers"] < 0.7 * measured["none"]
 
