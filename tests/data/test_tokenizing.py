@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.convert.pretrained import open_id_tokenizer
@@ -133,6 +133,16 @@ def test_a_tokenizer_json_neither_cuts_nor_pads(tmp_path):
     assert (tokenizer.vocab, tokenizer.end) == (3, 2)
     encoded = tokenizer.encode(["a b a b", "a", ""])
     assert [ids.tolist() for ids in encoded] == [[0, 1, 0, 1], [0], []]
+
+
+def test_nothing_is_put_around_a_text(tmp_path):
+    """Llama's tokenizer would begin every document with <s>."""
+    file = save_word_tokenizer(tmp_path / "tokenizer.json", "a", "b", "</s>", "<s>")
+    model = tokenizers.Tokenizer.from_file(str(file))
+    ends = [("<s>", 3), ("</s>", 2)]
+    model.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    model.save(str(file))
+    assert load_tokenizer(str(file)).encode(["a b"])[0].tolist() == [0, 1]
 
 
 def test_the_separator_is_the_eos_token_of_the_config(tmp_path):
