@@ -59,7 +59,7 @@ from crosslayer.train.task import (
 )
 from crosslayer.train.trainer import RunDiverged, RunStopped, Trainer
 from tests.hf.backbones import connected, equal_lists, ids
-from tests.train.runs import SMALL, digest, run
+from tests.train.runs import SMALL, Left, digest, run
 
 HERE = Path(__file__).parent
 
@@ -188,6 +188,23 @@ def test_kept_models_of_a_resumed_run_are_the_same(text, tmp_path):
     exported = (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()
     assert last == exported
     assert digest(from_pretrained(tmp_path / "whole" / "model")) != whole["weights"], "averages"
+
+
+def test_a_run_that_is_killed_after_a_checkpoint_has_kept_its_model(text, tmp_path, monkeypatch):
+    settings = {"data": text, "layers": 1, "steps": 4, "evals": 1, "save_every": 2}
+    settings["keep_models"] = 2
+    save = SaveCheckpoints._save
+
+    def save_and_die(callback, trainer):
+        save(callback, trainer)
+        raise Left
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveCheckpoints, "_save", save_and_die)
+        assert run(settings, "prenorm", tmp_path)["result"] is None
+    run(settings, "prenorm", tmp_path)
+    folders = sorted(path.name for path in (tmp_path / "models").iterdir())
+    assert folders == ["step-000002", "step-000004"]
 
 
 @pytest.mark.slow
