@@ -1218,7 +1218,10 @@ def test_several_validation_sets(text, tmp_path):
     other.write_text("All happy families are alike. " * 99)
     settings = {"data": text, "valid": {"tolstoy": str(other), "same": text}}
     with pytest.warns(UserWarning, match="is in the training data and in the validation set same"):
-        found = run(settings, "prenorm")["result"]
+        found = run(settings, "prenorm", tmp_path / "run")["result"]
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    logged = [line[f"{name} loss"] for name in ("tolstoy", "same")]
+    assert logged == [values["loss"] for values in found["valid"].values()]
     assert (
         list(found["valid"]) == ["tolstoy", "same"]
         and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
