@@ -666,6 +666,7 @@ def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
             "prenorm",
             "with model_config = {}; here it is {'rms_norm_eps'",
         ),
+        ({"precision": "bf16-mixed"}, "prenorm", "with precision = '32-true'; here it is 'bf16"),
         ({}, "skip_gain", "with connection = 'prenorm'; here it is 'skip_gain'"),
     ],
 )
