@@ -1217,7 +1217,7 @@ def test_the_size_of_what_a_sublayer_reads(text):
 def test_several_validation_sets(text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("All happy families are alike. " * 99)
-    settings = {"data": text, "valid": {"tolstoy": str(other), "same": text}}
+    settings = {"data": text, "valid": {"tolstoy": str(other), "same": text}, "log_every": 4}
     with pytest.warns(UserWarning, match="is in the training data and in the validation set same"):
         found = run(settings, "prenorm", tmp_path / "run")["result"]
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
