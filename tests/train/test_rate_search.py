@@ -53,6 +53,13 @@ def test_a_rate_of_zero_cannot_be_searched(text_file, tmp_path):
         searched(text_file, tmp_path / "out", seeds=1, lr=0.0)
 
 
+def test_a_given_rate_is_searched_around_in_place_of_an_arms_own(text_file, tmp_path):
+    arm = Arm.from_row({"name": "own", "connection": "prenorm", "lr": 1e-3})
+    recipe = Recipe([arm], {**TINY, "data": text_file}, overrides={"lr": 2e-3})
+    searching = prepare_comparison(recipe, 1, tmp_path / "out", search_rates=True).recipe
+    assert searching.settings(searching.arms[0]).optimization.lr == 2e-3
+
+
 def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_do_run", known_loss)
     # the rate of the command line comes before the recipe's, and is scaled as well
