@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def test_a_run_starts_from_the_weights(model, connection):
     expected = open_model(model)
     ids = torch.randint(300, (2, 9))
     assert torch.equal(build_model(settings, connection, 300, 5)(ids).logits, expected(ids).logits)
+    engine = replace(settings.engine, precision="bf16-true")
+    assert build_model(settings._replace(engine=engine), connection, 300, 5).dtype == torch.bfloat16
 
 
 def test_activations_are_those_of_training(model, text_file):
