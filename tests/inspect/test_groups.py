@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
@@ -184,6 +185,17 @@ def test_models_of_different_sites_share_an_axis_by_label():
     for line, own in zip(axes.get_lines(), sites, strict=True):
         assert [ticks[place] for place in line.get_xdata()] == own
         assert sorted(line.get_xdata()) == list(line.get_xdata())
+
+
+def test_a_band_is_a_deviation_wide_on_both_sides():
+    axes = Figure().subplots()
+    lines = [("a", [1.0, 2.0]), ("b", [3.0, 4.0])]
+    draw_lines(axes, [["0", "1"]] * 2, lines, y_title="RMS", deviations={"b": [0.1, 0.2]})
+    (band,) = axes.collections
+    for place, ends in ((0, [2.9, 3.1]), (1, [3.8, 4.2])):
+        heights = [y for x, y in band.get_paths()[0].vertices if x == place]
+        assert [min(heights), max(heights)] == pytest.approx(ends)
+    assert to_rgb(band.get_facecolor()[0][:3]) == to_rgb(axes.lines[1].get_color())
 
 
 def test_runs_that_kept_different_steps_share_an_axis():

@@ -1,9 +1,11 @@
 """What the papers' figures show, of models whose answer is known by construction."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -17,13 +19,20 @@ from crosslayer.inspect import (
     summarise_mixing,
     unfold_connections,
 )
-from crosslayer.inspect.figures import draw_matrix
-from crosslayer.inspect.figures_connections import distance_panel, draw_mix_pattern
-from crosslayer.inspect.figures_scales import draw_gate_boxes
+from crosslayer.inspect.ablation import PartAblation, PruningCurve
+from crosslayer.inspect.figures import draw_boxes, draw_matrix, label_ticks
+from crosslayer.inspect.figures_ablation import draw_ablation, draw_pruning, draw_singular_values
+from crosslayer.inspect.figures_connections import (
+    distance_panel,
+    draw_cosines,
+    draw_mix_pattern,
+    draw_pattern_gallery,
+)
+from crosslayer.inspect.figures_scales import draw_gate_boxes, draw_gate_histogram
 from crosslayer.inspect.mixing_summary import find_mix_pattern
 from crosslayer.inspect.moments import TokenSample
 from crosslayer.inspect.observation import SiteVisit
-from crosslayer.inspect.similarity import DepthDistances
+from crosslayer.inspect.similarity import CosineSimilarity, DepthDistances
 from tests.inspect.test_analyses import EMBEDDING, OwnModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -66,6 +75,7 @@ def test_the_pattern_as_a_picture():
     kinds = torch.tensor(picture.collections[0].get_array()).view(12, 13)
     assert (kinds == 1).sum() == 5
     assert (kinds == 2).sum() == 10  # the plain flow of the other depths
+    assert kinds[0].nonzero().flatten().tolist() == [1]  # Y_1 = X_1
     assert find_mix_pattern(OwnModel("hyper")) is None
 
 
@@ -233,6 +243,84 @@ def test_a_colour_bar_has_the_colours_of_the_weights(smallest, shown):
     assert bar.get_ylim() == shown
 
 
+def test_marks_and_labels_stand_at_their_columns():
+    picture = axes()
+    draw_matrix(picture, torch.ones(1, 3), ["row"], ["a", "b", "c"], marks=[1])
+    assert [line.get_xdata().tolist() for line in picture.lines] == [[1]]
+    picture = axes()
+    label_ticks(picture.xaxis, [str(number) for number in range(41)], first=0.5)
+    labels = [label.get_text() for label in picture.get_xticklabels()]
+    assert labels == [str(number) for number in range(0, 41, 3)]
+    assert picture.get_xticks().tolist() == [float(label) + 0.5 for label in labels]
+
+
+def test_the_line_and_the_band_of_cosines():
+    quantiles = torch.tensor([[0.1, 0.5, 0.7], [0.2, 0.4, 0.9]])
+    cosines = CosineSimilarity(
+        ["0.attn", "readout"], quantiles, quantiles, [], {}, [], torch.zeros(0)
+    )
+    picture = axes()
+    draw_cosines(picture, [("model", cosines)], "embedding")
+    assert picture.lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.4])
+    for place, ends in ((0, [0.1, 0.7]), (1, [0.2, 0.9])):
+        vertices = picture.collections[0].get_paths()[0].vertices
+        heights = [y for x, y in vertices if x == place]
+        assert [min(heights), max(heights)] == pytest.approx(ends)
+
+
+def test_heads_are_numbered_from_the_left():
+    """Five heads of two tokens in three columns, with gaps of two."""
+    patterns = torch.arange(20.0).view(5, 2, 2) / 20
+    picture = axes()
+    draw_pattern_gallery(picture, patterns)
+    shown = torch.tensor(picture.images[0].get_array().filled(math.nan))
+    corners = [(0, 0), (0, 4), (0, 8), (4, 0), (4, 4)]
+    tiles = [shown[top : top + 2, left : left + 2] for top, left in corners]
+    torch.testing.assert_close(torch.stack(tiles), patterns.double())
+    assert shown.isfinite().sum() == patterns.numel()
+    places = {text.get_text(): text.get_position() for text in picture.texts}
+    assert places == {str(head): (left + 1, top + 1) for head, (top, left) in enumerate(corners)}
+
+
+def test_boxes_stand_side_by_side():
+    quartiles = torch.tensor([[0.0, 1, 2, 4, 5], [1, 2, 4, 5, 9]])
+    picture = axes()
+    draw_boxes(picture, ["a", "b"], [("one", quartiles), ("other", quartiles + 10)], "y")
+    medians = [line for line in picture.lines if line.get_linewidth() == 2]
+    middles = [(line.get_xdata().mean(), line.get_ydata()[0]) for line in medians]
+    expected = [(-0.2, 2.0), (0.8, 4.0), (0.2, 12.0), (1.2, 14.0)]
+    assert middles == [pytest.approx(middle) for middle in expected]
+    boxes = [box.get_path().vertices[:, 1] for box in picture.patches]
+    assert [(box.min(), box.max()) for box in boxes] == [(1, 4), (2, 5), (11, 14), (12, 15)]
+    colours = [to_hex(box.get_facecolor()) for box in picture.patches]
+    assert colours == [to_hex(line.get_color()) for line in medians]
+    assert colours[0] == colours[1] != colours[2]
+    legend = picture.get_legend()
+    assert [to_hex(patch.get_facecolor()) for patch in legend.get_patches()] == colours[::2]
+
+
+def test_bars_of_models_stand_in_the_order_of_the_legend():
+    """A model may lack a label; a bar has its deviation where it is known."""
+    one = PartAblation(3.0, ["0.attn", "1.attn"], [0.1, 0.2])
+    other = PartAblation(3.0, ["1.attn"], [0.5])
+    picture = axes()
+    deviations = {"other": PartAblation(0.0, ["1.attn"], [0.05])}
+    draw_ablation(picture, [("one", one), ("other", other)], deviations)
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in picture.patches]
+    assert bars == [pytest.approx(bar) for bar in [(-0.2, 0.1), (0.8, 0.2), (1.2, 0.5)]]
+    (deviation,) = picture.collections
+    assert deviation.get_segments()[0][:, 1].tolist() == pytest.approx([0.45, 0.55])
+
+
+def test_pruning_and_ranks_as_pictures():
+    picture = axes()
+    draw_pruning(picture, [("model", PruningCurve([0.0, 0.5], [0.0, math.log(2)]))])
+    assert picture.lines[0].get_xydata().tolist() == [[0, 1], [50, pytest.approx(2)]]
+    picture = axes()
+    draw_singular_values(picture, [("model", torch.tensor([3.0, 1.0]))])
+    assert picture.lines[0].get_xydata().tolist() == [[1, 3], [2, 1]]
+
+
 def test_a_planted_massive_activation_stays_in_the_stream():
     model = OwnModel("prenorm")
     with torch.no_grad():
@@ -286,6 +374,24 @@ def test_planted_gates():
     draw_gate_boxes(picture, [gate])
     markers = [line for line in picture.lines if line.get_marker() == "o"]
     assert markers[0].get_ydata().tolist() == [gate.quartiles[4]]
+    gate.quartiles[0] = 0.01  # an outlier that is not drawn
+    picture = axes()
+    draw_gate_boxes(picture, [gate])
+    drawn = [y for line in picture.lines if line.get_marker() != "o" for y in line.get_ydata()]
+    assert (min(drawn), max(drawn)) == gate.whiskers
+    box = picture.lines[0].get_xdata()
+    assert picture.get_xticks().tolist() == pytest.approx([(min(box) + max(box)) / 2])
+
+    smaller = replace(gate, mean=0.01, counts=gate.counts.flip(0), quartiles=torch.zeros(5))
+    picture = axes()
+    draw_gate_histogram(picture, [gate, smaller])
+    counts = gate.counts + smaller.counts
+    (steps,) = picture.patches
+    assert steps.get_data().values.tolist() == pytest.approx((100 * counts / counts.sum()).tolist())
+    mean = (gate.mean + 0.01) / 2
+    assert picture.lines[0].get_xdata()[0] == pytest.approx(mean)
+    labels = [text.get_text() for text in picture.get_legend().get_texts()]
+    assert labels[0] == f"mean {mean:.3f}" and labels[-1] == f"maximum {gate.quartiles[4]:.3f}"
 
 
 def saturated_gates(model) -> list[str]:

@@ -5,12 +5,21 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from crosslayer.cli.main import main
-from crosslayer.inspect.figures_training import LineSeries, draw_line_series
+from crosslayer.inspect.figures_training import (
+    LineSeries,
+    ValueBar,
+    draw_bars,
+    draw_line_series,
+    focus_on_end,
+)
 from crosslayer.inspect.report import draw_views
 from crosslayer.inspect.run_groups import (
     RunGroup,
@@ -34,7 +43,7 @@ from crosslayer.inspect.training_summary import (
     smooth_runs,
     summarise_training,
 )
-from crosslayer.plotting import render_figure
+from crosslayer.plotting import line_look, render_figure
 from crosslayer.run_folders import (
     COMPARISON_RESULTS_FILE,
     METRICS_FILE,
@@ -492,6 +501,59 @@ def test_points_and_their_notes_can_be_told_apart():
     assert len(set(looks)) == 8
     places = [(note.xy, tuple(note.get_position())) for note in axes.texts[:12]]
     assert len(set(places)) == 12
+
+
+def ends_at(shape: Any, place: float) -> list[float]:
+    """Where a band ends at a place of the horizontal axis."""
+    heights = [y for x, y in shape.get_paths()[0].vertices if x == place]
+    return [min(heights), max(heights)]
+
+
+def test_ranges_notes_and_marks_of_lines():
+    axes = Figure().subplots()
+    low, high = [2.0, 0.5], [6.0, 1.5]
+    lines = [
+        LineSeries("band", 1, [1, 2], [3.0, 1.0], low, high, marks=[(2, 1.0)]),
+        LineSeries("bars", 2, [1, 2], [3.0, 1.0], low, high, ["", "note"], is_marked=True),
+    ]
+    draw_line_series(axes, lines, ("x", "y"))
+    (band,) = [shape for shape in axes.collections if not isinstance(shape, LineCollection)]
+    assert [ends_at(band, place) for place in (1, 2)] == [[2, 6], [0.5, 1.5]]
+    (bars,) = [shape for shape in axes.collections if isinstance(shape, LineCollection)]
+    assert [bar[:, 1].tolist() for bar in bars.get_segments()] == [[2, 6], [0.5, 1.5]]
+    colours = [line_look(number)["color"] for number in (1, 2)]
+    assert [to_hex(shape.get_edgecolor()[0]).upper() for shape in (band, bars)] == colours
+    (mark,) = [line for line in axes.lines if line.get_marker() == "v"]
+    assert mark.get_xydata().tolist() == [[2, 1]] and mark.get_color() == colours[0]
+    (note,) = axes.texts
+    assert (note.get_text(), note.xy, note.get_color()) == ("note", (2, 1.0), colours[1])
+
+
+def test_bars_end_at_their_values():
+    """Also where they start at another value than zero."""
+    axes = Figure().subplots()
+    bars = [ValueBar("known", 1, 1.5, 1.2, 1.6), ValueBar("alone", 0, 0.5)]
+    draw_bars(axes, bars, "x", ".1f", start=1.0)
+    ends = [sorted((bar.get_x(), bar.get_x() + bar.get_width())) for bar in axes.patches]
+    assert ends == [[1, 1.5], [0.5, 1]]
+    for bar, number in zip(axes.patches, (1, 0), strict=True):
+        assert to_hex(bar.get_facecolor()).upper() == line_look(number)["color"]
+    (interval,) = axes.collections
+    assert interval.get_segments()[0][:, 0].tolist() == pytest.approx([1.2, 1.6])
+    assert [text.get_text() for text in axes.texts] == ["1.5\n(1.2 to 1.6)", "0.5"]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["known", "alone"] and axes.yaxis_inverted()
+
+
+def test_the_steep_beginning_of_a_curve_is_cut_off():
+    """At 15 % of the x axis the higher of the two is at 7."""
+    axes = Figure().subplots()
+    lines = [
+        LineSeries("a", 0, [0, 10, 20, 100], [90.0, 8.0, 6.0, 2.0]),
+        LineSeries("b", 1, [0, 100], [5.0, 1.0]),
+    ]
+    focus_on_end(axes, lines)
+    assert axes.get_ylim() == pytest.approx((1 - 0.06 * 6, 7 + 0.06 * 6))
 
 
 def test_metrics_alone_and_one_run_alone_are_enough(tmp_path):
