@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import crosslayer
@@ -938,6 +939,49 @@ def test_differences_during_training_are_paired(tiny, tmp_path):
     assert axes.get_ylim() == pytest.approx((-1.03, 0.53))
     comparison.results.runs = comparison.results.runs[:1]
     assert differences_by_step(comparison) == {}
+
+
+def test_means_and_ranges_of_seeds_as_pictures(tiny, tmp_path):
+    """An arm has one colour in all pictures, whatever their order of the arms is."""
+    comparison = prepare_comparison(recipe(tiny, "prenorm", "mudd", "hyper"), 2, tmp_path / "out")
+    losses = [(3.0, 2.0), (1.0, 0.0), (2.5, 1.5)]
+    for arm, of_seeds, speed in zip(comparison.arms, losses, (3.0, 1.0, 2.0), strict=True):
+        for seed, loss in enumerate(of_seeds):
+            run = run_with_loss(arm, seed, loss)
+            curve = [[2, 4.0], [8, loss]]
+            comparison.results.runs.append(replace(run, curve=curve, tokens_per_second=speed))
+
+    curves = Figure().subplots()
+    plot_curves(curves, comparison)
+    colours = {line.get_label(): to_hex(line.get_color()) for line in curves.lines}
+    assert len(set(colours.values())) == 3
+    bands = zip(curves.lines, curves.collections, losses, strict=True)
+    for line, band, (high, low) in bands:
+        assert line.get_xydata().tolist() == [[2, 4], [8, (low + high) / 2]]
+        heights = [y for x, y in band.get_paths()[0].vertices if x == 8]
+        assert (min(heights), max(heights)) == (low, high)
+        assert to_hex(band.get_facecolor()[0]) == to_hex(line.get_color())
+
+    tradeoff = Figure().subplots()
+    plot_tradeoff(tradeoff, comparison)
+    drawn = {}
+    for container in tradeoff.containers:
+        point, _, (deviation,) = container.lines
+        name = container.get_label()
+        assert {to_hex(point.get_color()), to_hex(deviation.get_color()[0])} == {colours[name]}
+        drawn[name] = [*point.get_xydata()[0], *deviation.get_segments()[0][:, 1]]
+    spread = 0.5**0.5
+    assert drawn["mudd"] == pytest.approx([1, 0.5, 0.5 - spread, 0.5 + spread])
+    assert drawn["prenorm"] == pytest.approx([3, 2.5, 2.5 - spread, 2.5 + spread])
+
+    differences = Figure().subplots()
+    plot_differences(differences, comparison)
+    shown = {line.get_label(): line for line in differences.lines[1:]}
+    assert {name: to_hex(line.get_color()) for name, line in shown.items()} == {
+        name: colours[name] for name in ("mudd", "hyper")
+    }
+    bottom, _ = differences.get_ylim()
+    assert bottom < shown["mudd"].get_ydata()[-1] == -2, "and not the last arm's alone"
 
 
 def test_many_arms_can_be_told_apart_in_the_figures(tiny, tmp_path):
