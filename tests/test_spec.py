@@ -237,6 +237,8 @@ def test_split_specs():
         'c(z="(\'(")',
         "d",
     ]
+    nested = "hyper(streams=1, matrix=((0, 1), (1, 1)))"
+    assert split_specs(f"{nested} mudd") == [nested, "mudd"]
 
 
 def test_blocks_averaged_later_in_layers_of_different_lengths():
