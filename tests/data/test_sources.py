@@ -116,6 +116,12 @@ def test_suffixes_of_json_lines(tmp_path, name):
     assert texts(tmp_path) == (["three"] if name == "a.json" else ["one", "two", "three"])
 
 
+def test_a_long_text_may_have_more_zeros(tmp_path):
+    text = "nine char\0" * 200  # a tenth
+    (tmp_path / "a.txt").write_text(text)
+    assert texts(tmp_path / "a.txt") == [text]
+
+
 def test_what_is_neither_file_nor_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     assert "pipe.txt: neither a regular file nor a folder" in error_of(tmp_path / "pipe.txt")
