@@ -417,6 +417,9 @@ def test_a_gate_of_1_is_saturated_only_at_a_limit():
     with torch.no_grad():
         site.base[2:4] = 20
     assert saturated_gates(model) == ["saturated gate: post of 1.mlp's output, mean 2.0000"]
+    with torch.no_grad():  # 0.015 from the limit is less than a hundredth of the interval
+        site.base[2:4] = math.log(1.985 / 0.015)
+    assert saturated_gates(model) == ["saturated gate: post of 1.mlp's output, mean 1.9850"]
 
 
 def test_a_sample_of_many_tokens_is_even():
