@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,7 +27,7 @@ from crosslayer.testing.tiny_model import perturb_weights
 from crosslayer.testing.two_ranks import gloo_rank
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelism.md"
-SPECS = ("prenorm", "denseformer", "mudd", "hyper", "mhc", "attnres", "mgr")
+SPECS = ("prenorm", "denseformer", "mudd", "hyper", "mhc", "attnres", "mgr", "skip_gain", "altup")
 DIM, HEADS, VOCAB, LAYERS = 32, 4, 64, 4
 
 Gradients = dict[str, Tensor]
@@ -193,46 +193,65 @@ def prepared_inputs(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, 
 
 
 class Stage(nn.Module):
-    """Half of the layers of a connected model, with their numbers."""
+    """One of the equal parts of a connected model's layers, with their numbers."""
 
-    def __init__(self, whole: Decoder, rank: int):
+    def __init__(self, whole: Decoder, index: int, stages: int):
         super().__init__()
-        middle = LAYERS // 2
-        parts = {name: child for name, child in whole.named_children() if name != "layers"}
-        of_first = {"tok_embeddings"}
-        for name, child in parts.items():
-            if (name in of_first) == (rank == 0):
-                self.add_module(name, child)
-        mine = range(middle) if rank == 0 else range(middle, LAYERS)
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        if self.is_first:
+            self.tok_embeddings = whole.tok_embeddings
+        if self.is_last:
+            self.norm, self.output = whole.norm, whole.output
+        size = LAYERS // stages
+        mine = range(index * size, (index + 1) * size)
         self.layers = nn.ModuleDict({str(i): whole.layers[i] for i in mine})
         self.register_buffer("freqs", whole.freqs)
         with torch.no_grad():
             state: Any = whole.tok_embeddings(torch.zeros(1, 1, dtype=torch.long))
-            for layer in whole.layers[:middle]:
+            for layer in whole.layers[: mine.start]:
                 state = layer(state, whole.freqs)
         self.state_at_cut = state
         self.functions = functions_of_page()
 
     def forward(self, *received: Tensor) -> Any:
-        is_first = hasattr(self, "tok_embeddings")
-        if is_first:
+        if self.is_first:
             x: Any = self.tok_embeddings(*received)
         else:
             x = self.functions["join_state"](received, self.state_at_cut)
         for layer in self.layers.values():
             x = layer(x, self.freqs)
-        return self.functions["split_state"](x) if is_first else self.output(self.norm(x))
+        return self.output(self.norm(x)) if self.is_last else self.functions["split_state"](x)
 
 
 def pipeline(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:
     whole = train(decoder(spec), tokens())
-    stage = Stage(decoder(spec), rank)
+    stage = Stage(decoder(spec), rank, 2)
     schedule = Schedule1F1B(PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=loss_of)
     if rank == 0:
         schedule.step(tokens())
     else:
         schedule.step(target=torch.zeros(4))
     return gradients(stage), {name: whole[name] for name, _ in stage.named_parameters()}
+
+
+def zero_bubble_pipeline(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:
+    """Stages that pass on what they get, and gradients of weights after those of inputs."""
+    whole = train(decoder(spec), tokens())
+    model = decoder(spec)
+    numbers = (0, 3) if rank == 0 else (1, 2)
+    parts = [Stage(model, number, 4) for number in numbers]
+    stages = [
+        PipelineStage(part, number, 4, torch.device("cpu"))
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+    schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=loss_of)
+    if rank == 0:
+        schedule.step(tokens(), target=torch.zeros(4))
+    else:
+        schedule.step()
+    mine = nn.ModuleList(parts).parameters()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return gradients(model), {names[p]: whole[names[p]] for p in mine}
 
 
 class Mixer(FeedForward):
@@ -275,6 +294,7 @@ WAYS = (
     sequence_parallel_and_fsdp,
     prepared_inputs,
     pipeline,
+    zero_bubble_pipeline,
     recomputed_in_groups,
 )
 
