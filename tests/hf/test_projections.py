@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 import crosslayer
 from crosslayer.hf.families import FUSED_PROJECTIONS, FusedQKV
@@ -24,6 +26,14 @@ def test_another_class_of_the_same_name_has_one_input():
         block.attn.c_attn = nn.Linear(DIM, 2 * DIM)
     crosslayer.connect(model, "mudd")
     assert model.transformer.h[1].connections[0].ports == ("mixer",)
+
+
+@torch.no_grad()
+def test_gpt_2_has_as_many_keys_as_queries_whatever_its_config_says_of_others():
+    config = GPT2Config(n_embd=DIM, n_layer=2, n_head=4, vocab_size=64, num_key_value_heads=2)
+    model = GPT2LMHeadModel(config).eval()
+    expected = model(make_ids()).logits
+    assert torch.equal(crosslayer.connect(model, "mudd")(make_ids()).logits, expected)
 
 
 def test_q_k_and_v_of_nanogpt():
@@ -235,6 +245,12 @@ class CheckpointedAttention(SummingAttention):
         return torch.utils.checkpoint.checkpoint(self.add, x, use_reentrant=False)
 
 
+class Conv1DAttention(JointAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = Conv1D(3 * DIM, DIM)
+
+
 ROWS = {
     "three of the width": (JointAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
     "a name that is used again": (RenamingAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
@@ -242,6 +258,11 @@ ROWS = {
         JointAttention,
         lambda each: FusedQKV(1, (DIM,) * 2),
         "describes 64 outputs, and the projection has 96",
+    ),
+    "half of the width, of transformers' Conv1D": (
+        Conv1DAttention,
+        lambda each: FusedQKV(1, (DIM // 2,) * 3),
+        "describes 48 outputs, and the projection has 96",
     ),
     "a typing error": (JointAttention, lambda each: FusedQKV(1, (each.dimm,) * 3), "'dimm'"),
     "another forward": (

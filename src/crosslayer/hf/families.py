@@ -304,7 +304,7 @@ def _torchtitan_qkv(projections: Any) -> FusedQKV:
 # Projections to q, k and v together, by the class of the module that has them, and their name in
 # it: the order of the outputs, given that module.
 FUSED_PROJECTIONS: dict[str, Callable[[Any], FusedQKV]] = {
-    "GPT2Attention.c_attn": lambda attention: _qkv_concatenated(attention.config),
+    "GPT2Attention.c_attn": lambda attention: FusedQKV(1, (attention.embed_dim,) * 3),
     "Phi3Attention.qkv_proj": lambda attention: _qkv_concatenated(attention.config),
     "GPTNeoXAttention.query_key_value": lambda attention: qkv_per_head(attention.config),
     "Attention.qkv": lambda attention: FusedQKV(1, (attention.attn_dim,) * 3),  # timm

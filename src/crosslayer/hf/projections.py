@@ -176,7 +176,7 @@ def _order_of_outputs(row: str, attention: Any, module: Any) -> FusedQKV | None:
             return None
         raise ValueError(f"FUSED_PROJECTIONS[{row!r}]: {error}") from None
     described = fused.groups * sum(fused.sizes)
-    outputs = getattr(module, "out_features", described)
+    outputs = getattr(module, "out_features", getattr(module, "nf", described))
     if described == outputs:
         return fused
     if row in OWN_PROJECTIONS:
