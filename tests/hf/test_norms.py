@@ -132,6 +132,25 @@ def test_a_norm_with_hooks_runs_as_a_module():
     assert norm_spec_of(connection.norms[0])
 
 
+def test_a_hook_on_a_hosts_norm_stays_with_it():
+    """MUDD copies the norm for k and v, which a removed hook would still see."""
+    model = build("llama")
+    norm = model.model.layers[1].input_layernorm
+    inputs = []
+    kinds = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    handles = [
+        getattr(norm, f"register_{kind}_hook")(lambda *found: inputs.append(found))
+        for kind in kinds
+    ]
+    model = crosslayer.connect(model, "mudd")
+    model(ids()).logits.sum().backward()
+    assert len(inputs) == len(kinds)
+    for handle in handles:
+        handle.remove()
+    model(ids())
+    assert len(inputs) == len(kinds)
+
+
 @pytest.mark.parametrize(
     ("matrix", "vector", "expected"),
     [

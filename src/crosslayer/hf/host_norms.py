@@ -141,7 +141,9 @@ class OwnedNorm:
 
 
 def copy_norm(owner: nn.Module, path: str) -> nn.Module:
-    """A copy of a host's norm, with separate weights. They learn, also where the host is frozen.
+    """A copy of a host's norm, with separate weights and without hooks.
+
+    The weights learn, also where the host is frozen.
 
     Args:
         owner: the layer or the backbone that has the norm.
@@ -150,6 +152,10 @@ def copy_norm(owner: nn.Module, path: str) -> nn.Module:
     host_norm = owner.get_submodule(path)
     with gathered_parameters(host_norm.parameters()):
         norm: Any = copy.deepcopy(host_norm).requires_grad_(True)
+    # A hook stays with the norm that it was registered on: its handle would not remove the copy.
+    for module in norm.modules():
+        for name in ("forward", "forward_pre", "backward", "backward_pre"):
+            getattr(module, f"_{name}_hooks").clear()
     swap_class(norm, OwnedNorm)
     norm.owner = ModuleReference((owner,))
     norm.host_path = path
