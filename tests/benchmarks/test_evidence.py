@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from scipy.interpolate import CubicSpline
 
-from benchmarks.evidence import pages, studies
+from benchmarks.evidence import figures, pages, studies
 from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses, unpaired_difference
-from benchmarks.evidence.figures import study_figures
+from benchmarks.evidence.figures import VERDICT_MARKS, study_figures
 from benchmarks.evidence.holm import p_value, remaining_after_holm
 from benchmarks.evidence.overview import overview_figure
 from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
-from benchmarks.evidence.rates import rate_figure, rate_table
+from benchmarks.evidence.rates import HIGHEST_SHOWN, rate_figure, rate_table
 from benchmarks.evidence.size_tables import multiplier_table
 from benchmarks.evidence.studies import (
     RECIPE,
@@ -118,6 +121,82 @@ def test_the_picture_of_all_settings(planted):
     assert abs(short["mudd"].mean + 0.2) < 0.02
     assert smaller["mudd"] is not None and smaller["one-way MUDD"] is None
     assert short["denseformer"] is None
+
+
+def draw_panel(draw):
+    axes = Figure().subplots()
+    draw(axes)
+    return axes
+
+
+def test_a_cell_of_the_picture_of_all_settings(planted):
+    """A number below its arm's name, on a colour that is as strong as the difference is large."""
+    figure = overview_figure(planted)
+    ((_, draw),) = figure.panels
+    axes = draw_panel(draw)
+    bottom, top = axes.get_ylim()
+    assert bottom > top, "the first row is the highest"
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    centres = {text: x for (x, y), text in texts.items() if y < 0}
+    fills = {}
+    for drawn in axes.collections:
+        if not isinstance(drawn, LineCollection):
+            (path,) = drawn.get_paths()
+            fills[tuple(path.get_extents().extents.tolist())] = drawn
+    opacities = {}
+    for height, row in enumerate(figure.data):
+        assert [texts[centres[name], height + 0.5] for name in ("width", "text")] == [
+            row.settings[1],
+            row.settings[-1],
+        ]
+        for arm, found in row.differences.items():
+            number = texts.get((centres[arm], height + 0.5))
+            assert number == (None if found is None else f"{found.mean:+.2f}")
+            left = centres[arm] - 0.5
+            fill = fills.pop((left, height, left + 1, height + 1), None)
+            verdict = "not run" if found is None else judge_difference(found)
+            assert (fill is not None) == (verdict in ("better", "worse"))
+            if fill is not None:
+                assert to_hex(fill.get_facecolor()[0]) == VERDICT_MARKS[verdict][0].lower()
+                opacities[round(found.mean, 1)] = fill.get_alpha()
+    assert not fills
+    # 0.2 is four fifths of the difference from which on all have one colour, and 0.3 is more
+    assert opacities == pytest.approx({-0.2: 0.6, -0.1: 0.3, 0.3: 0.75}, abs=0.03)
+
+
+def test_the_picture_of_intervals(planted):
+    """Each is beside its arm's name, with the mark of its verdict."""
+    figure = study_figures(planted["short"])["intervals"]
+    ((_, draw),) = figure.panels
+    axes = draw_panel(draw)
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    drawn = {}
+    for container in axes.containers:
+        means, _, (lines,) = container.lines
+        verdict = container.get_label()
+        assert to_hex(means.get_color()) == VERDICT_MARKS[verdict][0].lower()
+        for (mean, place), line in zip(means.get_xydata(), lines.get_segments(), strict=True):
+            drawn[names[int(place)]] = verdict, [mean, *line[:, 0]]
+    assert len(drawn) == len(figure.data) == 4
+    for name, found in figure.data:
+        assert drawn[name] == (judge_difference(found), pytest.approx(list(found)))
+    assert names[-1] == "mudd", "the best is the highest"
+    assert axes.get_ylim()[0] < 0 and axes.get_ylim()[1] > len(names) - 1
+
+
+def test_large_differences_at_the_beginning_are_cut_off(planted, monkeypatch):
+    _, (_, draw) = study_figures(planted["short"])["differences"].panels
+    bottom, top = draw_panel(draw).get_ylim()
+    assert -1 < bottom < -0.2 and 0 < top < 0.1
+    monkeypatch.setattr(figures, "MOST_SHOWN", 0.005)
+    assert draw_panel(draw).get_ylim() == (-0.005, 0.005)
+
+
+def test_the_last_panel_has_the_legend_of_all(planted):
+    for name in ("curves", "differences"):
+        panels = study_figures(planted["short"])[name].panels
+        legends = [draw_panel(draw).get_legend() for _, draw in panels]
+        assert [legend is not None for legend in legends] == [False, True]
 
 
 def test_arms_of_one_model_share_a_speed(planted):
@@ -511,7 +590,13 @@ def test_every_rate_and_warmup_is_in_one_table(tmp_path):
 
     warm = "at 0.016, warm-up 0.3"
     assert cells["24", "prenorm"][warm].endswith("(3)") and cells["8", "prenorm"][warm] == "–"
-    shown = dict(rate_figure(part, found).data)
+    figure = rate_figure(part, found)
+    axes = draw_panel(dict(figure.panels)["24 layers"])
+    assert axes.get_xscale() == "log" and axes.get_ylim()[1] == HIGHEST_SHOWN
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        *("0.002", "0.004", "0.008", "0.016")
+    ]
+    shown = dict(figure.data)
     assert [line.label for line in shown[8]] == MAIN
     assert shown[24][0].x == [0.002, 0.004, 0.008, 0.016], "without the other warm-up"
     assert shown[8][1].low[2] == min(best) and shown[8][1].high[2] == max(best)
