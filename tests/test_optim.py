@@ -50,6 +50,22 @@ def test_connections_are_treated_as_they_say(spec):
     assert {g["lr"] for i, g in group.items() if i not in own_ids} == {1e-3}
 
 
+def test_what_takes_weight_decay():
+    """The maps of an input to coefficients, and the weights that multiply skips or outputs."""
+    expected = {
+        "highway": {"W"},
+        "skip_gain": {"gain"},
+        "denseformer": {"alpha"},
+        "mudd": {"W1", "W2"},
+        "hyper": {"dynamic_alpha_fn", "dynamic_beta_fn"},
+        "frac": {"dynamic_alpha_fn", "dynamic_beta_fn"},
+        "mhc": {"fn"},
+        "mhc_lite": {"dynamic_alpha_fn", "dynamic_beta_fn"},
+    }
+    for name in crosslayer.available():
+        assert crosslayer.make(name).method.weight_decay_params == expected.get(name, set()), name
+
+
 def test_the_head_at_the_end_of_a_sequential_is_no_layer():
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
     model = nn.Sequential(

@@ -349,6 +349,8 @@ def test_attention_residual_blocks_of_inkling_2(per):
         ("mudd(normed='post', ways='qk v')", "prenorm up to scales"),  # an input is 2 X_l
         ("mudd(normed='pre', ways='qk v r')", "other"),
         ("mudd(normed='post', ways='qk v r')", "other"),
+        ("hyper(streams=1)", "prenorm"),
+        ("hyper(beta=0.5)", "other"),
         ("mgr(streams=9)", "prenorm up to scales"),  # no gates: an input is the mean of all outputs
     ],
 )
