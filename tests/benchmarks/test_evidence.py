@@ -593,9 +593,8 @@ def test_every_rate_and_warmup_is_in_one_table(tmp_path):
     figure = rate_figure(part, found)
     axes = draw_panel(dict(figure.panels)["24 layers"])
     assert axes.get_xscale() == "log" and axes.get_ylim()[1] == HIGHEST_SHOWN
-    assert [label.get_text() for label in axes.get_xticklabels()] == [
-        *("0.002", "0.004", "0.008", "0.016")
-    ]
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["0.002", "0.004", "0.008", "0.016"]
     shown = dict(figure.data)
     assert [line.label for line in shown[8]] == MAIN
     assert shown[24][0].x == [0.002, 0.004, 0.008, 0.016], "without the other warm-up"
