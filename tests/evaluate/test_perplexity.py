@@ -28,6 +28,7 @@ from crosslayer.evaluate import (
 from crosslayer.evaluate.language_models import (
     check_logits,
     encode_without_end,
+    end_tokens,
     find_first_token,
 )
 from crosslayer.evaluate.perplexity import TextPerplexity
@@ -212,6 +213,20 @@ def test_what_a_tokenizer_puts_before_a_text_is_kept():
     assert tokenizer.encode("ab") == [bos, *plain, END]
     assert encode_without_end(tokenizer, "ab") == [bos, *plain]
     assert find_first_token(tokenizer, tiny_model()) == bos != END
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    written = encode_without_end(tokenizer, f"ab{END_OF_TEXT}")
+    assert written == [bos, *plain, END], "an end that is written in the text is scored"
+
+
+def test_the_tokens_that_end_a_text():
+    """The tokenizer's, or else all of the model's generation config, the first one first."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = [7, 3]
+    assert end_tokens(byte_tokenizer(), model) == [END]
+    assert end_tokens(byte_tokenizer(None), model) == [7, 3]
+    assert find_first_token(byte_tokenizer(None), model) == 7
 
 
 def test_documents_of_token_ids():
@@ -230,6 +245,10 @@ def test_documents_of_token_ids():
 def test_one_span_has_no_standard_error(model):
     result = span_perplexity(model, byte_tokenizer(), SPANS[:1])
     assert result.loss_by_span_stderr is None and result.loss_by_span == result.loss
+    of_each = [span_perplexity(model, byte_tokenizer(), [span]).loss for span in SPANS[:2]]
+    of_both = span_perplexity(model, byte_tokenizer(), SPANS[:2])
+    half = abs(of_each[0] - of_each[1]) / 2
+    assert of_both.loss_by_span_stderr == pytest.approx(half, rel=1e-4)
 
 
 def test_a_target_that_joins_its_context_is_no_span(model):
