@@ -283,6 +283,13 @@ class SecondStream(crosslayer.Connection[TwoStreams]):
         return MixingWeights(write, torch.ones_like(streams[:1]), streams)
 
 
+def test_the_weights_of_a_float64_model():
+    """DenseFormer puts its weights into an identity, which has their precision."""
+    model = OwnModel("denseformer").double()
+    batches = [{name: x.double() for name, x in batch.items()} for batch in EMBEDDING]
+    assert unfold_connections(model, batches).error < 1e-6
+
+
 def test_a_stream_may_start_empty(monkeypatch):
     monkeypatch.setattr(methods, "_registered", {"second_stream": SecondStream})
     unfolded = unfold_connections(OwnModel("second_stream"), EMBEDDING)
