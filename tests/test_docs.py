@@ -27,7 +27,11 @@ def python_blocks(page: Path) -> list[str]:
 
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != TUTORIAL]
 BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{i}")
+    pytest.param(
+        block,
+        id=f"{page.stem}-{i}",
+        marks=[pytest.mark.slow] if "torch.export" in block else [],
+    )
     for page in PAGES
     for i, block in enumerate(python_blocks(page))
 ]

@@ -124,7 +124,7 @@ EVIL = {"AutoConfig": "evil.X", "AutoModelForCausalLM": "evil.X", "AutoProcessor
         ("crosslayer-llama", "AutoProcessor"),
         pytest.param("crosslayer-llama", "X", marks=pytest.mark.slow),
         pytest.param("llama", "AutoProcessor", marks=pytest.mark.slow),
-        ("llama", "X"),
+        pytest.param("llama", "X", marks=pytest.mark.slow),
         pytest.param("unknown", "AutoProcessor", marks=pytest.mark.slow),
     ],
 )

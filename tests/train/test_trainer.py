@@ -1055,6 +1055,7 @@ def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):
     assert not (tmp_path / "run").exists(), "what is wrong with the data leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_run_with_parameters_without_gradients_resumes(text, tmp_path):
     """The optimizer has no state of them: the bias of BERT's head is beside the loss's path."""
     settings = {"data": text, "family": "bert", "save_every": 4}

@@ -52,6 +52,7 @@ def test_average_equals_a_float64_loop_and_is_evaluated(text, optimizer):
         assert AVERAGE_KEY in states[weight]
 
 
+@pytest.mark.slow
 def test_average_is_resumed_bitwise_and_does_not_change_training(text, tmp_path):
     settings = {"data": text, "steps": 6, "save_every": 2, "evals": 3, "ema": DECAY}
     whole = run(settings, "mudd", tmp_path / "whole")
