@@ -127,11 +127,15 @@ def explain_joint_input(attention: nn.Module) -> str:
     return ""
 
 
-def _is_three_times_as_wide(module: nn.Module) -> bool:
+def _output_count(projection: nn.Module) -> int | None:
+    """The outputs of an `nn.Linear` or of transformers' `Conv1D`; None where it does not say."""
+    return getattr(projection, "out_features", getattr(projection, "nf", None))
+
+
+def _is_three_times_as_wide(projection: nn.Module) -> bool:
     """Whether a projection, `nn.Linear` or transformers' `Conv1D`, has three outputs an input."""
-    inputs = getattr(module, "in_features", getattr(module, "nx", None))
-    outputs = getattr(module, "out_features", getattr(module, "nf", None))
-    return inputs is not None and outputs == 3 * inputs
+    inputs = getattr(projection, "in_features", getattr(projection, "nx", None))
+    return inputs is not None and _output_count(projection) == 3 * inputs
 
 
 def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], FusedQKV | None]:
@@ -176,8 +180,8 @@ def _order_of_outputs(row: str, attention: Any, module: Any) -> FusedQKV | None:
             return None
         raise ValueError(f"FUSED_PROJECTIONS[{row!r}]: {error}") from None
     described = fused.groups * sum(fused.sizes)
-    outputs = getattr(module, "out_features", getattr(module, "nf", described))
-    if described == outputs:
+    outputs = _output_count(module)
+    if outputs is None or outputs == described:
         return fused
     if row in OWN_PROJECTIONS:
         return None
